@@ -1,0 +1,1 @@
+"""Command line, configuration, supervisor, router and inspection of an instance."""

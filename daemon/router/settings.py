@@ -1,0 +1,27 @@
+"""Settings of the router, resolved by the daemon."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from transport.child import ProcessSettings
+
+Routing = Literal["affinity", "least-loaded"]
+
+
+class RouterSettings(msgspec.Struct, frozen=True):
+    """Everything that the router is told."""
+
+    process: ProcessSettings
+    workers: int
+    tokenizers: int
+    max_waiting: int
+    """Requests that may wait for a rank; one more gets 429."""
+    routing: Routing
+    retry_after_seconds: int
+    max_migrations: int
+    """How often a request may move to another worker after a loss."""
+    stage_seconds: float
+    """Longest stay in `tokenizing` before the request fails."""

@@ -1,0 +1,1 @@
+"""HTTP: the OpenAI-compatible API, its validation and streams, and the tokenizer pool."""

@@ -1,0 +1,40 @@
+"""Settings of the frontend and tokenizer processes, resolved by the daemon."""
+
+from __future__ import annotations
+
+import msgspec
+
+from transport.child import ProcessSettings
+
+
+class TokenizerSettings(msgspec.Struct, frozen=True):
+    """Everything that one tokenizer process is told."""
+
+    process: ProcessSettings
+    model_dir: str
+
+
+class FrontendSettings(msgspec.Struct, frozen=True):
+    """Everything that one frontend process is told."""
+
+    process: ProcessSettings
+    listen_fd: int
+    """The listening socket, opened by the daemon and shared by all frontends."""
+    model_dir: str
+    model_name: str
+    """The id in `/v1/models`; requests must name it (or nothing)."""
+    api_keys_file: str | None
+    """One key a line; None: no authentication."""
+    max_body_bytes: int
+    max_header_bytes: int
+    body_seconds: float
+    """Time within which a request's body must have arrived."""
+    keep_alive_seconds: int
+    max_choices: int
+    """Largest `n`."""
+    stream_high_water_bytes: int
+    """Unread bytes of one stream past which its sequence is paused."""
+    slow_reader_seconds: float
+    """How long a paused stream may stay unread before it is aborted."""
+    retry_after_seconds: int
+    drain_seconds: float

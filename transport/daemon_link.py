@@ -1,0 +1,206 @@
+"""Every process's line to the daemon: hello, heartbeats, state, commands.
+
+A thread of its own owns both sockets, so that the daemon can look into a process whose main loop
+hangs: the thread goes on answering while `progress` stands still, and that is how a hang is told
+from a quiet spell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import zmq
+
+from transport.child import ProcessSettings
+from transport.framing import encode_header
+from transport.messages import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    FatalError,
+    Hello,
+    Message,
+    ProcessState,
+    Refused,
+    RequestRow,
+    Snapshot,
+    SocketStats,
+    StateChanged,
+    Welcome,
+)
+from transport.sockets import LINGER_MS, DealerSocket, Endpoints
+from transport.telemetry import MetricSet
+
+TELEMETRY_QUEUE = 100
+MAX_OUTBOX = 1000
+
+log = logging.getLogger(__name__)
+
+
+class LinkError(RuntimeError):
+    """The daemon refused this process or did not answer in time."""
+
+
+class TelemetrySource(Protocol):
+    """What a process adds to its snapshots beyond its metrics. Called from the link's thread."""
+
+    def socket_stats(self) -> list[SocketStats]:
+        """Traffic of the process's sockets."""
+        ...
+
+    def request_rows(self) -> list[RequestRow]:
+        """Live requests (the router's answer; others return nothing)."""
+        ...
+
+
+class DaemonLink:
+    """Owner of the control and telemetry sockets of one process."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        settings: ProcessSettings,
+        metrics: MetricSet,
+        source: TelemetrySource,
+        on_message: Callable[[AnyMessage], None],
+    ) -> None:
+        """`on_message` gets what the daemon sends, on the link's thread."""
+        self._context = context
+        self._settings = settings
+        self._metrics = metrics
+        self._source = source
+        self._on_message = on_message
+        self._state: ProcessState = "starting"
+        self._detail = ""
+        self._progress = 0
+        self._outbox: list[Message] = []
+        self._lock = threading.Lock()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = False
+        self._next_snapshot = 0.0
+        self._welcomed = threading.Event()
+        self._refusal: str | None = None
+        self._thread = threading.Thread(target=self._run, name="daemon-link", daemon=True)
+
+    def start(self) -> None:
+        """Connect and say hello.
+
+        Raises:
+            LinkError: refused (another version or configuration), or no answer in time.
+        """
+        self._thread.start()
+        if not self._welcomed.wait(self._settings.connect_seconds):
+            raise LinkError(f"the daemon did not answer within {self._settings.connect_seconds} s")
+        if self._refusal is not None:
+            raise LinkError(f"the daemon refused this process: {self._refusal}")
+
+    def set_state(self, state: ProcessState, detail: str = "") -> None:
+        """Tell the daemon what this process is doing. From any thread."""
+        self._state, self._detail = state, detail
+        self._post(StateChanged(state, detail))
+
+    def fatal(self, reason: str) -> None:
+        """Tell the daemon that this process ends for a reason that a restart would not cure."""
+        self._post(FatalError(reason))
+
+    def post(self, message: Message) -> None:
+        """Send the daemon a message. From any thread."""
+        self._post(message)
+
+    def tick(self) -> None:
+        """The main loop has made a turn."""
+        self._progress += 1
+
+    def close(self) -> None:
+        """Send what is queued, close both sockets, end the thread. Idempotent."""
+        self._closing = True
+        self._wake()
+        self._thread.join(timeout=2 * LINGER_MS / 1000)
+
+    def _post(self, message: Message) -> None:
+        with self._lock:
+            if len(self._outbox) < MAX_OUTBOX:
+                self._outbox.append(message)
+        self._wake()
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _run(self) -> None:
+        endpoints = Endpoints(self._settings.run_dir)
+        control = DealerSocket(self._context, endpoints.control, self._settings.name)
+        telemetry = self._context.socket(zmq.PUB)
+        telemetry.setsockopt(zmq.SNDHWM, TELEMETRY_QUEUE)
+        telemetry.setsockopt(zmq.LINGER, LINGER_MS)
+        telemetry.connect(endpoints.telemetry)
+        poller = zmq.Poller()
+        poller.register(control.socket, zmq.POLLIN)
+        poller.register(self._wake_fd, zmq.POLLIN)
+        try:
+            control.send(self._hello())
+            while not self._closing:
+                wait = max(self._next_snapshot - time.monotonic(), 0.0)
+                poller.poll(round(wait * 1000))
+                self._turn(control, telemetry)
+            self._flush(control)
+        finally:
+            control.close()
+            telemetry.close(linger=LINGER_MS)
+
+    def _hello(self) -> Hello:
+        settings = self._settings
+        return Hello(
+            PROTOCOL_VERSION, settings.role, settings.name, os.getpid(), settings.config_hash
+        )
+
+    def _turn(self, control: DealerSocket, telemetry: zmq.Socket[bytes]) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+        for received in control.drain():
+            self._receive(received.message)
+        self._flush(control)
+        now = time.monotonic()
+        if now < self._next_snapshot:
+            return
+        self._next_snapshot = now + self._settings.heartbeat_seconds
+        try:
+            telemetry.send(encode_header(self._snapshot()), zmq.NOBLOCK)
+        except zmq.Again:
+            log.debug("a snapshot was dropped: the daemon does not read")
+
+    def _receive(self, message: AnyMessage) -> None:
+        match message:
+            case Welcome():
+                self._welcomed.set()
+            case Refused(reason):
+                self._refusal = reason
+                self._welcomed.set()
+            case other:
+                self._on_message(other)
+
+    def _flush(self, control: DealerSocket) -> None:
+        with self._lock:
+            outbox, self._outbox = self._outbox, []
+        for message in outbox:
+            if not control.send(message):
+                log.warning("the daemon does not read: lost a %s", type(message).__name__)
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(
+            name=self._settings.name,
+            pid=os.getpid(),
+            state=self._state,
+            detail=self._detail,
+            progress=self._progress,
+            counters=self._metrics.read_counters(),
+            gauges=self._metrics.read_gauges(),
+            histograms=self._metrics.read_histograms(),
+            sockets=self._source.socket_stats(),
+            queues=self._metrics.read_queues(),
+            requests=self._source.request_rows(),
+        )

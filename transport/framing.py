@@ -1,0 +1,58 @@
+"""Headers to bytes and back. A message is `[header][payload frame ...]`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from transport.messages import AnyMessage, Message
+
+Payload = bytes | bytearray | memoryview
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+ExpectedT = TypeVar("ExpectedT", bound=Message)
+
+
+class BadMessage(ValueError):
+    """A peer sent something that is no message of this protocol version."""
+
+
+def encode_header(message: Message) -> bytes:
+    """The header frame of a message."""
+    return _encoder.encode(message)
+
+
+def decode_header(frame: Payload | zmq.Frame) -> AnyMessage:
+    """The message of a header frame.
+
+    Raises:
+        BadMessage: unknown tag, wrong types or no msgpack at all.
+    """
+    try:
+        return _decoder.decode(frame.buffer if isinstance(frame, zmq.Frame) else frame)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise BadMessage(f"not a message of this protocol version: {error}") from error
+
+
+def token_frame(ids: Sequence[int] | npt.NDArray[np.int32]) -> memoryview:
+    """Token ids as a payload frame (little-endian int32)."""
+    return np.ascontiguousarray(ids, dtype="<i4").data.cast("B")
+
+
+def read_tokens(frame: Payload | zmq.Frame) -> npt.NDArray[np.int32]:
+    """Token ids of a payload frame, without a copy.
+
+    Raises:
+        BadMessage: the frame's length is no multiple of four.
+    """
+    buffer = frame.buffer if isinstance(frame, zmq.Frame) else memoryview(frame)
+    if buffer.nbytes % 4:
+        raise BadMessage(f"a token frame of {buffer.nbytes} bytes")
+    return np.frombuffer(buffer, dtype="<i4")

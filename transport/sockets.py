@@ -1,0 +1,180 @@
+"""ZMQ sockets as this product uses them: bounded, lingering briefly, counting their traffic.
+
+Everything goes over `ipc://` files in the instance's run directory. The router and the daemon
+bind one ROUTER socket each; every other process connects a DEALER whose identity is its name. A
+peer that stops reading fills the (bounded) queue and makes `send` say so; nothing blocks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import zmq
+
+from transport.framing import Payload, decode_header, encode_header
+from transport.ids import ProcessName
+from transport.messages import AnyMessage, Message, SocketStats
+
+LINGER_MS = 500
+HIGH_WATER_MARK = 20_000
+"""Messages per peer. In-flight work is bounded by admission; reaching this means a stuck peer."""
+COPY_BELOW_BYTES = 65_536
+"""Frames below this size are cheaper to copy than to share."""
+IPC_PATH_MAX_BYTES = 107
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """The socket addresses of one instance, all derived from its run directory."""
+
+    run_dir: str
+
+    def _address(self, name: str) -> str:
+        return f"ipc://{os.path.join(self.run_dir, name)}"
+
+    @property
+    def router(self) -> str:
+        """Requests and tokens; bound by the router."""
+        return self._address("router.sock")
+
+    @property
+    def control(self) -> str:
+        """Hello, commands and inspection; bound by the daemon."""
+        return self._address("control.sock")
+
+    @property
+    def telemetry(self) -> str:
+        """Snapshots, PUB to SUB; bound by the daemon."""
+        return self._address("telemetry.sock")
+
+    def path_problem(self) -> str | None:
+        """Why these addresses cannot be bound, or None. The kernel bounds the length of a path."""
+        longest = max((self.router, self.control, self.telemetry), key=len).removeprefix("ipc://")
+        length = len(os.fsencode(longest))
+        if length <= IPC_PATH_MAX_BYTES:
+            return None
+        return (
+            f"the socket path {longest} has {length} bytes, but a socket path may have at most "
+            f"{IPC_PATH_MAX_BYTES}: choose a shorter --run-dir or --instance"
+        )
+
+
+@dataclass
+class Received:
+    """One received message; `peer` is set by ROUTER sockets only."""
+
+    message: AnyMessage
+    frames: list[zmq.Frame]
+    peer: ProcessName
+
+
+class CountingSocket:
+    """A socket with a name, traffic counters, and our message framing."""
+
+    def __init__(self, socket: zmq.Socket[bytes], name: str) -> None:
+        self.socket = socket
+        self._name = name
+        self._received = self._received_bytes = 0
+        self._sent = self._sent_bytes = self._dropped = 0
+
+    @property
+    def fd(self) -> int:
+        """Edge-triggered descriptor that becomes readable when the socket's state changes."""
+        return int(self.socket.getsockopt(zmq.FD))
+
+    def stats(self) -> SocketStats:
+        """Traffic so far."""
+        return SocketStats(
+            self._name,
+            self._received,
+            self._received_bytes,
+            self._sent,
+            self._sent_bytes,
+            self._dropped,
+        )
+
+    def close(self) -> None:
+        """Close; unsent messages get LINGER_MS. Idempotent."""
+        self.socket.close(linger=LINGER_MS)
+
+    def _receive_frames(self) -> list[zmq.Frame] | None:
+        try:
+            frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        self._received += 1
+        self._received_bytes += sum(len(frame) for frame in frames)
+        return frames
+
+    def _send_frames(self, frames: list[Payload]) -> bool:
+        size = sum(
+            frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in frames
+        )
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=size < COPY_BELOW_BYTES)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            self._dropped += 1
+            return False
+        self._sent += 1
+        self._sent_bytes += size
+        return True
+
+
+class DealerSocket(CountingSocket):
+    """A process's connection to the router or to the daemon."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: ProcessName
+    ) -> None:
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, identity.encode())
+        _limit(socket)
+        socket.connect(endpoint)
+        super().__init__(socket, endpoint.rsplit("/", 1)[-1].removesuffix(".sock"))
+
+    def send(self, message: Message, *frames: Payload) -> bool:
+        """Send; False if the peer has not taken HIGH_WATER_MARK earlier messages."""
+        return self._send_frames([encode_header(message), *frames])
+
+    def drain(self, limit: int = 1000) -> Iterator[Received]:
+        """Messages that are there now, at most `limit`."""
+        for _ in range(limit):
+            frames = self._receive_frames()
+            if frames is None:
+                return
+            yield Received(decode_header(frames[0]), frames[1:], ProcessName(""))
+
+
+class RouterSocket(CountingSocket):
+    """The bound side. A restarted peer takes over its identity; unknown peers are an error."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+        socket = context.socket(zmq.ROUTER)
+        _limit(socket)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        socket.bind(endpoint)
+        super().__init__(socket, endpoint.rsplit("/", 1)[-1].removesuffix(".sock"))
+
+    def send(self, peer: ProcessName, message: Message, *frames: Payload) -> bool:
+        """Send to a peer; False if it is not connected or does not read."""
+        return self._send_frames([peer.encode(), encode_header(message), *frames])
+
+    def drain(self, limit: int = 1000) -> Iterator[Received]:
+        """Messages that are there now, at most `limit`. Undecodable ones raise BadMessage."""
+        for _ in range(limit):
+            frames = self._receive_frames()
+            if frames is None:
+                return
+            peer = ProcessName(bytes(frames[0].buffer).decode("utf-8", "replace"))
+            yield Received(decode_header(frames[1].buffer), frames[2:], peer)
+
+
+def _limit(socket: zmq.Socket[bytes]) -> None:
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)

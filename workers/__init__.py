@@ -1,0 +1,1 @@
+"""Scheduler, engines, sampler and the engine worker's process."""

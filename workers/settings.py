@@ -1,0 +1,39 @@
+"""Settings of an engine worker, resolved by the daemon."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from transport.child import ProcessSettings
+
+Accelerator = Literal["cpu", "nvidia"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "dummy"]
+EngineKind = Literal["auto", "fake"]
+
+
+class WorkerSettings(msgspec.Struct, frozen=True):
+    """Everything that one worker is told."""
+
+    process: ProcessSettings
+    rank: int
+    engine: EngineKind
+    model_dir: str
+    accelerator: Accelerator
+    device_index: int
+    dtype: DType
+    load_format: LoadFormat
+    max_model_len: int | None
+    max_num_seqs: int
+    kv_cache_gb: float | None
+    """Size of the device page pool; None: planned from the free memory."""
+    gpu_memory_utilization: float
+    max_batched_tokens: int
+    """Prompt tokens per prompt step."""
+    prefill_any_interval: int
+    """Decode steps between two prompt steps while something decodes."""
+    num_threads: int
+    fake_step_seconds: float = 0.0
+    """Fake engine only: how long a step takes."""

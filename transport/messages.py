@@ -125,9 +125,9 @@ class TokenBatch(Message, frozen=True):
     finish: list[int]
     logprobs: list[int] = []
     """Empty, or one entry a row: k, or -1 for a row without logprobs."""
-    started: list[tuple[RequestId, int, int]] = []
-    """(request, choice index, cached prompt tokens) of sequences whose first chunk ran in this
-    step. May name sequences that have no row."""
+    started: list[tuple[RequestId, int, int, int]] = []
+    """(request, choice index, cached prompt tokens, prompt tokens) of sequences whose first chunk
+    ran in this step. May name sequences that have no row."""
 
 
 class SequenceFailed(Message, frozen=True):
@@ -346,6 +346,12 @@ class InstanceStatus(Message, frozen=True):
     reason: str = ""
 
 
+class PeerLost(Message, frozen=True):
+    """Daemon -> router: this process is gone; whatever it held must go elsewhere."""
+
+    name: ProcessName
+
+
 class Drain(Message, frozen=True):
     """Daemon -> frontends and router: take no new requests, finish the running ones."""
 
@@ -393,6 +399,7 @@ AnyMessage = (
     | StateChanged
     | FatalError
     | InstanceStatus
+    | PeerLost
     | Drain
     | Query
     | Answer

@@ -1,0 +1,159 @@
+"""Attention over gathered keys and values, with the variants that Hugging Face models ask for.
+
+Shapes: B sequences, T query tokens each, L keys each, H query heads, Hk key/value heads (H is a
+multiple of Hk; query head h reads key head h // (H / Hk)), D key and Dv value dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_MAX_SCORES: Final = 1 << 26
+"""Score elements that the explicit path holds at a time; more query rows are done in blocks."""
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What one layer asks of its attention."""
+
+    scaling: float
+    window: int | None = None
+    """A query at p sees the keys p - window < k <= p; None: all keys up to p."""
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    """[H]: one extra logit per head that takes probability and yields no value."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether the scores are those of ordinary scaled dot-product attention."""
+        return self.softcap is None and self.sinks is None
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    allowed: Tensor | None,
+    causal: bool,
+    options: AttentionOptions,
+) -> Tensor:
+    """Attention of `query` [B,T,H,D] over `key` [B,L,Hk,D] and `value` [B,L,Hk,Dv].
+
+    Args:
+        allowed: bool [B,T,L], which keys a query may see; None: all, or as `causal` says.
+        causal: query t sees keys 0..t (then T == L and `allowed` is None).
+        options: `window` is not looked at; it is the caller's part of `allowed`.
+
+    Returns:
+        [B,T,H,Dv].
+    """
+    if not options.plain:
+        return _attend_explicitly(query, key, value, allowed, causal, options)
+    heads, kv_heads = query.shape[2], key.shape[2]
+    if query.shape[1] == 1:
+        return _attend_one_token(query, key, value, allowed, options.scaling)
+    if allowed is None:
+        out = functional.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            is_causal=causal,
+            scale=options.scaling,
+            enable_gqa=heads != kv_heads,
+        )
+        return out.transpose(1, 2)
+    sequences = [
+        _attend_masked(query[b], key[b], value[b], allowed[b], options.scaling)
+        for b in range(query.shape[0])
+    ]
+    return sequences[0] if len(sequences) == 1 else torch.cat(sequences)
+
+
+def _attend_one_token(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, scaling: float
+) -> Tensor:
+    """T == 1: the query heads of one key head become query rows, so that no key is repeated."""
+    batch, _, heads, dim = query.shape
+    kv_heads = key.shape[2]
+    out = functional.scaled_dot_product_attention(
+        query.reshape(batch, kv_heads, heads // kv_heads, dim),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=None if allowed is None else allowed[:, None],
+        scale=scaling,
+    )
+    return out.reshape(batch, 1, heads, value.shape[3])
+
+
+def _attend_masked(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scaling: float
+) -> Tensor:
+    """One sequence with a mask [T,L]: key heads take the batch dimension and their query heads the
+    head dimension, over which keys and values are broadcast without a copy. Returns [1,T,H,Dv]."""
+    tokens, heads, dim = query.shape
+    length, kv_heads, _ = key.shape
+    group = heads // kv_heads
+    out = functional.scaled_dot_product_attention(
+        query.reshape(tokens, kv_heads, group, dim).permute(1, 2, 0, 3),
+        key.transpose(0, 1)[:, None].expand(kv_heads, group, length, dim),
+        value.transpose(0, 1)[:, None].expand(kv_heads, group, length, value.shape[2]),
+        attn_mask=allowed,
+        scale=scaling,
+    )
+    return out.permute(2, 0, 1, 3).reshape(1, tokens, heads, value.shape[2])
+
+
+def _attend_explicitly(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    allowed: Tensor | None,
+    causal: bool,
+    options: AttentionOptions,
+) -> Tensor:
+    """Scores in float32, for soft caps and sinks; query rows in blocks to bound the memory."""
+    batch, tokens, heads, _ = query.shape
+    length = key.shape[1]
+    if causal and tokens > 1:
+        positions = torch.arange(tokens, device=query.device)
+        allowed = (positions[None] <= positions[:, None])[None]
+    block = max(1, _MAX_SCORES // (batch * heads * length))
+    blocks = [
+        _explicit_block(
+            query[:, at : at + block],
+            key,
+            value,
+            None if allowed is None else allowed[:, at : at + block],
+            options,
+        )
+        for at in range(0, tokens, block)
+    ]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
+
+
+def _explicit_block(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, options: AttentionOptions
+) -> Tensor:
+    batch, tokens, heads, dim = query.shape
+    kv_heads = key.shape[2]
+    group = heads // kv_heads
+    rows = query.reshape(batch, tokens, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
+    scores = rows.reshape(batch, kv_heads, group * tokens, dim) @ key.permute(0, 2, 3, 1)
+    scores = scores.float().view(batch, kv_heads, group, tokens, -1) * options.scaling
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed[:, None, None], float("-inf"))
+    normaliser = scores.logsumexp(-1, keepdim=True)
+    if options.sinks is not None:
+        sinks = options.sinks.float().view(1, kv_heads, group, 1, 1)
+        normaliser = torch.logaddexp(normaliser, sinks)
+    weights = (scores - normaliser).exp().to(value.dtype)
+    out = weights.view(batch, kv_heads, group * tokens, -1) @ value.transpose(1, 2)
+    out = out.view(batch, kv_heads, group, tokens, -1).permute(0, 3, 1, 2, 4)
+    return out.reshape(batch, tokens, heads, value.shape[3])

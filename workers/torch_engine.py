@@ -1,0 +1,335 @@
+"""The engine for Hugging Face models: `Engine` over PyTorch, on a CPU or one CUDA GPU.
+
+On a GPU `launch` only enqueues work: inputs travel in one pinned copy, tokens stay in per-slot
+tables, and `collect` waits for one event a step. On a CPU `launch` computes and `collect` hands out
+the result.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from transport.messages import SamplingParams
+from workers.cache_layout import build_cache_layout, layer_shapes, weights_identity
+from workers.device import (
+    Accelerator,
+    DTypeName,
+    available_host_memory,
+    default_dtype,
+    offline_environment,
+    open_device,
+)
+from workers.engine import (
+    DecodeRow,
+    EngineError,
+    EngineInfo,
+    ModelLoadError,
+    PromptChunk,
+    StepPlan,
+    StepResult,
+)
+from workers.memory_plan import PoolPlan, host_pool_bytes, pages_for, plan_pool
+from workers.model_loader import LoadedConfig, LoadFormat, load_config, load_model
+from workers.model_probe import model_logits, pin_rope, probe_model
+from workers.paged_attention import PagePool
+from workers.sampler import SampledTokens, Sampler
+from workers.step_inputs import SlotTables
+
+_log = logging.getLogger(__name__)
+
+_DEFAULT_CONTEXT: Final = 4096
+"""Context length of a model whose configuration names none."""
+
+
+@dataclass(frozen=True)
+class TorchEngineSettings:
+    """What to load, where, and how much memory to use."""
+
+    model_dir: str
+    accelerator: Accelerator
+    device_index: int
+    dtype: Literal["auto"] | DTypeName
+    load_format: LoadFormat
+    max_model_len: int | None
+    """None: what the model's configuration says."""
+    max_num_seqs: int
+    kv_cache_gb: float | None
+    """Size of the page pool in 10^9 bytes; None: planned from the free memory."""
+    gpu_memory_utilization: float
+    """Share of the GPU memory left after loading that the engine may use."""
+    max_batched_tokens: int
+    """Largest number of tokens in a prompt step."""
+    num_threads: int
+    report: Callable[[str], None]
+    """Called with one line of text at each stage of loading."""
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A launched step: its tokens on their way to the host."""
+
+    step: int
+    sampled: SampledTokens
+    done: torch.cuda.Event | None
+
+
+class TorchEngine:
+    """See `workers.engine.Engine`. Made by `create_torch_engine`."""
+
+    def __init__(
+        self, model: nn.Module, pool: PagePool, info: EngineInfo, device: torch.device
+    ) -> None:
+        self._info = info
+        self._device = device
+        self._model: nn.Module | None = model
+        self._tables: SlotTables | None = SlotTables(
+            info.max_num_seqs, pages_for(info.max_model_len, info.layout.page_tokens), pool
+        )
+        self._sampler: Sampler | None = Sampler(
+            info.max_num_seqs, info.vocab_size, info.eos_token_ids, device
+        )
+        self._running: deque[_Running] = deque()
+
+    @property
+    def info(self) -> EngineInfo:
+        """See `Engine.info`."""
+        return self._info
+
+    @property
+    def page_pool(self) -> PagePool:
+        """The pool, for those who copy pages in and out of it.
+
+        Raises:
+            EngineError: the engine is closed.
+        """
+        return self._open()[1].pool
+
+    def launch(self, plan: StepPlan) -> None:
+        """See `Engine.launch`.
+
+        Raises:
+            EngineError: the engine is closed, has too many steps running, or the device failed.
+        """
+        if len(self._running) > self._info.pipeline_depth:
+            raise EngineError(
+                f"{len(self._running)} steps are running; collect one before the next launch."
+            )
+        try:
+            with torch.inference_mode():
+                sampled = self._compute(plan)
+                done = None
+                if self._device.type == "cuda":
+                    sampled = _to_host(sampled)
+                    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    done.record()
+        except torch.OutOfMemoryError as error:
+            raise EngineError(
+                "The device ran out of memory during a step; lower the memory utilisation or the "
+                f"number of batched tokens ({error})."
+            ) from error
+        except RuntimeError as error:
+            if isinstance(error, EngineError):
+                raise
+            raise EngineError(f"The device failed during step {plan.step}: {error}") from error
+        self._running.append(_Running(plan.step, sampled, done))
+
+    def _compute(self, plan: StepPlan) -> SampledTokens:
+        model, tables, sampler = self._open()
+        sampler.observe(plan.prompts)
+        inputs = tables.prepare(plan)
+        logits = model_logits(
+            model, inputs.input_ids, inputs.position_ids, inputs.attention, inputs.sample_rows
+        )
+        if not inputs.slots:
+            return SampledTokens(inputs.slot_index, [], [])
+        sampled = sampler.sample(logits, inputs.slots, inputs.slot_index, inputs.positions)
+        tables.last_token[inputs.slot_index] = sampled.tokens
+        return sampled
+
+    def collect(self) -> StepResult:
+        """See `Engine.collect`."""
+        if not self._running:
+            raise EngineError("No step is running.")
+        running = self._running.popleft()
+        if running.done is not None:
+            try:
+                running.done.synchronize()
+            except RuntimeError as error:
+                raise EngineError(
+                    f"The device failed during step {running.step}: {error}"
+                ) from error
+        return StepResult(
+            step=running.step,
+            tokens=running.sampled.tokens.numpy().astype(np.int32),
+            logprobs=running.sampled.host_logprobs(),
+        )
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._running.clear()
+        self._model = self._tables = self._sampler = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _open(self) -> tuple[nn.Module, SlotTables, Sampler]:
+        if self._model is None or self._tables is None or self._sampler is None:
+            raise EngineError("The engine is closed.")
+        return self._model, self._tables, self._sampler
+
+
+def _to_host(sampled: SampledTokens) -> SampledTokens:
+    """Start the copies to pinned host memory; complete when the step's event is."""
+
+    def fetch(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to("cpu", non_blocking=True)
+
+    return replace(
+        sampled,
+        tokens=sampled.tokens.to("cpu", non_blocking=True),
+        chosen=fetch(sampled.chosen),
+        top_ids=fetch(sampled.top_ids),
+        top_logprobs=fetch(sampled.top_logprobs),
+    )
+
+
+def create_torch_engine(settings: TorchEngineSettings) -> TorchEngine:
+    """Load a model and plan its memory.
+
+    Raises:
+        ModelLoadError: the model cannot be loaded or served here; one sentence says why.
+    """
+    offline_environment()
+    model_dir = Path(settings.model_dir)
+    device = open_device(settings.accelerator, settings.device_index, settings.num_threads)
+    loaded = load_config(model_dir)
+    dtype = settings.dtype
+    if dtype == "auto":
+        dtype = default_dtype(device, loaded.checkpoint_dtype)
+    shapes = layer_shapes(loaded.config)
+    settings.report(f"loading {loaded.config.model_type} weights as {dtype} to {device}")
+    with torch.inference_mode():
+        model = load_model(loaded, model_dir, device, dtype, settings.load_format)
+        vocab_size = probe_model(model, loaded, shapes, device)
+    identity = "dummy" if settings.load_format == "dummy" else weights_identity(model_dir)
+    info = EngineInfo(
+        layout=build_cache_layout(shapes, dtype, loaded.config, identity),
+        num_pages=0,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=_context_length(settings, loaded),
+        vocab_size=vocab_size,
+        eos_token_ids=tuple(t for t in loaded.eos_token_ids if t < vocab_size),
+        pipeline_depth=0 if device.type == "cpu" else 1,
+        device=str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
+    )
+    with torch.inference_mode():
+        pin_rope(model, info.max_model_len, device)
+    settings.report("planning memory")
+    plan = _plan_memory(settings, model, info, device)
+    info = replace(info, num_pages=plan.num_pages, max_model_len=plan.max_model_len)
+    settings.report(
+        f"KV cache of {plan.num_pages} pages, {plan.num_pages * info.layout.page_tokens} tokens"
+    )
+    return TorchEngine(model, _allocate_pool(info, device), info, device)
+
+
+def _context_length(settings: TorchEngineSettings, loaded: LoadedConfig) -> int:
+    limit = loaded.max_position
+    if settings.max_model_len is None:
+        return limit or _DEFAULT_CONTEXT
+    if limit is not None and settings.max_model_len > limit:
+        _log.warning(
+            "The context length of %d tokens exceeds the %d of the model's configuration; "
+            "output may degrade beyond that.",
+            settings.max_model_len,
+            limit,
+        )
+    return settings.max_model_len
+
+
+def _allocate_pool(info: EngineInfo, device: torch.device) -> PagePool:
+    try:
+        with torch.inference_mode():
+            return PagePool(info.layout, info.num_pages, device)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        size = info.num_pages * info.layout.page_bytes / 2**30
+        raise ModelLoadError(
+            f"The KV cache of {size:.1f} GiB does not fit into the memory of {info.device}; lower "
+            "its size or the memory utilisation."
+        ) from error
+
+
+def _plan_memory(
+    settings: TorchEngineSettings, model: nn.Module, info: EngineInfo, device: torch.device
+) -> PoolPlan:
+    layout = info.layout
+    if settings.kv_cache_gb is not None:
+        budget = int(settings.kv_cache_gb * 1e9)
+    elif device.type == "cpu":
+        pages = info.max_num_seqs * pages_for(info.max_model_len, layout.page_tokens)
+        budget = host_pool_bytes(available_host_memory(), pages * layout.page_bytes)
+    else:
+        peak = _measure_peak(settings, model, info, device)
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
+        budget = int(free * settings.gpu_memory_utilization) - peak
+    return plan_pool(
+        max(0, budget),
+        layout.page_bytes,
+        layout.page_tokens,
+        info.max_model_len,
+        info.max_num_seqs,
+    )
+
+
+def _measure_peak(
+    settings: TorchEngineSettings, model: nn.Module, info: EngineInfo, device: torch.device
+) -> int:
+    """Bytes that the largest prompt step and the largest decode step take beside weights and pool.
+
+    Both run against one single page that stands for every page of long sequences.
+    """
+    pool = PagePool(info.layout, 1, device)
+    engine = TorchEngine(model, pool, info, device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        for plan in _heaviest_steps(settings, info):
+            engine.launch(plan)
+            engine.collect()
+    except EngineError as error:
+        raise ModelLoadError(
+            f"A trial step of {settings.max_batched_tokens} tokens failed; lower the number of "
+            f"batched tokens or the context length ({error})."
+        ) from error
+    peak = torch.cuda.max_memory_allocated(device) - before
+    _log.info("The largest step takes %.2f GiB beside weights and KV cache.", peak / 2**30)
+    return peak
+
+
+def _heaviest_steps(settings: TorchEngineSettings, info: EngineInfo) -> tuple[StepPlan, ...]:
+    sampling = SamplingParams(max_tokens=1, top_p=0.9, top_k=40, repetition_penalty=1.1, logprobs=0)
+    length = info.max_model_len - 1
+    pages = (0,) * pages_for(info.max_model_len, info.layout.page_tokens)
+
+    def chunk(slot: int, start: int, tokens: int) -> PromptChunk:
+        ids = np.zeros(tokens, np.int32)
+        return PromptChunk(
+            slot, start, ids, pages, True, True, sampling, slot, start + tokens, history=ids[:0]
+        )
+
+    tokens = min(settings.max_batched_tokens, length)
+    one_long = StepPlan(0, prompts=(chunk(0, length - tokens, tokens),))
+    many = min(info.max_num_seqs, settings.max_batched_tokens)
+    each = max(1, min(length, settings.max_batched_tokens // many))
+    many_short = StepPlan(1, prompts=tuple(chunk(s, length - each, each) for s in range(many)))
+    decode = StepPlan(2, decodes=tuple(DecodeRow(s, length) for s in range(many)))
+    return one_long, many_short, decode

@@ -1,0 +1,128 @@
+"""Read a request's body within limits of type, size, encoding and time."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Mapping
+
+import msgspec
+from starlette.types import Receive
+
+from frontend.errors import ApiError, ClientGone, bad_request
+
+INFLATE_CHUNK = 1 << 20
+"""Bytes inflated per turn of the event loop."""
+_WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
+
+
+class BodyLimits(msgspec.Struct, frozen=True):
+    """What a body may be."""
+
+    max_bytes: int
+    seconds: float
+
+
+async def read_body(headers: Mapping[bytes, bytes], receive: Receive, limits: BodyLimits) -> bytes:
+    """The whole body, decompressed.
+
+    Nothing is read (so no `100 Continue` is sent) where the head alone gives a reason to refuse.
+
+    Raises:
+        ApiError: 400, 408, 413 or 415.
+        ClientGone: the connection closed before the end of the body.
+    """
+    _check_type(headers.get(b"content-type"))
+    encoding = _read_encoding(headers.get(b"content-encoding", b""))
+    _check_announced(headers.get(b"content-length"), limits.max_bytes)
+    try:
+        async with asyncio.timeout(limits.seconds):
+            body = await _collect(receive, limits.max_bytes)
+    except TimeoutError as error:
+        raise ApiError(
+            408,
+            f"The body did not arrive within {limits.seconds:g} s.",
+            headers=((b"connection", b"close"),),
+        ) from error
+    if encoding is None:
+        return body
+    return await _inflate(body, encoding, limits.max_bytes)
+
+
+def _check_type(value: bytes | None) -> None:
+    """Only JSON: a web page may send forms and plain text to any server without being asked."""
+    if value is None:
+        return
+    media_type, *parameters = value.decode("latin-1").lower().split(";")
+    if media_type.strip() == "application/json" and all(map(_is_harmless, parameters)):
+        return
+    raise ApiError(415, "The Content-Type must be application/json, in UTF-8.")
+
+
+def _is_harmless(parameter: str) -> bool:
+    name, _, value = parameter.strip().partition("=")
+    return name.strip() != "charset" or value.strip().strip('"') in ("utf-8", "utf8", "us-ascii")
+
+
+def _read_encoding(value: bytes) -> str | None:
+    encoding = value.decode("latin-1").strip().lower()
+    if encoding in ("", "identity"):
+        return None
+    if encoding in _WINDOW_BITS:
+        return encoding
+    raise ApiError(415, "Content-Encoding must be gzip, deflate or identity, applied once.")
+
+
+def _check_announced(value: bytes | None, max_bytes: int) -> None:
+    if value is not None and value.isdigit() and int(value) > max_bytes:
+        raise _too_large(max_bytes)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"The body is larger than {max_bytes} bytes, the limit of this server.")
+
+
+async def _collect(receive: Receive, max_bytes: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part: bytes = message.get("body", b"")
+        more = message.get("more_body", False)
+        size += len(part)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def _inflate(data: bytes, encoding: str, max_bytes: int) -> bytes:
+    window = _WINDOW_BITS[encoding]
+    if encoding == "deflate" and not _has_zlib_header(data):
+        window = -15
+    inflater = zlib.decompressobj(window)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        while not inflater.eof:
+            part = inflater.decompress(data, INFLATE_CHUNK)
+            data = inflater.unconsumed_tail
+            if not part and not data:
+                break
+            size += len(part)
+            if size > max_bytes:
+                raise _too_large(max_bytes)
+            parts.append(part)
+            await asyncio.sleep(0)
+    except zlib.error as error:
+        raise bad_request(f"The body is no valid {encoding} data (Content-Encoding).") from error
+    if not inflater.eof or inflater.unused_data:
+        raise bad_request(f"The {encoding} data (Content-Encoding) is cut off or has a tail.")
+    return b"".join(parts)
+
+
+def _has_zlib_header(data: bytes) -> bool:
+    return len(data) >= 2 and data[0] & 0x0F == 8 and (data[0] << 8 | data[1]) % 31 == 0

@@ -1,0 +1,1 @@
+"""From JSON objects to checked requests; every refusal names the field."""

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -50,7 +52,7 @@ def load_config(model_dir: Path) -> LoadedConfig:
         )
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ModelLoadError(
             f"The configuration in {model_dir} cannot be read: {_first_line(error)}"
         ) from error
@@ -138,7 +140,7 @@ def load_model(
             f"The weights in {model_dir} do not fit into the memory of {device}; use a smaller "
             "model, a smaller dtype or another device."
         ) from error
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         if isinstance(error, ModelLoadError):
             raise
         raise ModelLoadError(
@@ -150,12 +152,12 @@ def load_model(
     return model  # type: ignore[no-any-return]
 
 
-def _dummy_model(config: PreTrainedConfig, device: torch.device, dtype: DTypeName) -> PreTrainedModel:
+def _dummy_model(
+    config: PreTrainedConfig, device: torch.device, dtype: DTypeName
+) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(_DUMMY_SEED)
-        return AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, dtype)
-        )
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
 
 
 def _load_weights(

@@ -243,6 +243,7 @@ class DecodeStep:
     """Pages that the longest of the sequences uses (host's bound)."""
     write_pages: Tensor
     write_offsets: Tensor
+    gather_tokens: int = _GATHER_TOKENS
     gathers: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def attend(
@@ -252,7 +253,7 @@ class DecodeStep:
         self.pool.keys[layer][self.write_pages, self.write_offsets] = key
         self.pool.values[layer][self.write_pages, self.write_offsets] = value
         pages, allowed = self._gather_plan(options.window)
-        group = max(1, _GATHER_TOKENS // allowed.shape[1])
+        group = max(1, self.gather_tokens // allowed.shape[1])
         outputs = []
         for at in range(0, query.shape[0], group):
             rows = slice(at, at + group)

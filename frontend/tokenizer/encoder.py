@@ -1,0 +1,109 @@
+"""Prompts to token ids."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from frontend.tokenizer.chat_template import ChatTemplate
+from frontend.tokenizer.control_tokens import Json, RenderedText, alias_tokenizer
+from frontend.tokenizer.errors import PromptError
+from frontend.tokenizer.load import TokenizerFiles
+
+TokenArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt's token ids, and the seconds spent on rendering and on encoding it."""
+
+    ids: TokenArray
+    render_seconds: float
+    encode_seconds: float
+
+
+class PromptEncoder:
+    """Encodes the prompts of one model. Not bound to a thread, but one call at a time."""
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        """
+        Raises:
+            TokenizerLoadError: the chat template is not valid Jinja.
+        """
+        self._tokenizer = files.tokenizer
+        self._template = ChatTemplate(files)
+
+    def encode_chat(self, payload: bytes) -> EncodedPrompt:
+        """Render and encode `{"messages": [...], "tools": [...]|null, "template_kwargs": {...}}`.
+
+        Control tokens come from the template alone; in the client's text they are ordinary text.
+
+        Raises:
+            PromptError: the messages cannot be rendered or encoded.
+        """
+        started = time.perf_counter()
+        messages, tools, kwargs = _parse(payload)
+        rendered = self._template.render_guarded(messages, tools, kwargs)
+        middle = time.perf_counter()
+        ids = self._encode_rendered(rendered)
+        return EncodedPrompt(ids, middle - started, time.perf_counter() - middle)
+
+    def encode_text(self, text: str, add_special_tokens: bool = True) -> EncodedPrompt:
+        """Encode a raw prompt. Whoever sends one writes the whole prompt, so control tokens in it
+        are control tokens. `add_special_tokens`: let the tokenizer add its own begin and end.
+
+        Raises:
+            PromptError: the text is not valid Unicode.
+        """
+        started = time.perf_counter()
+        ids = _encode(self._tokenizer, text, "prompt", add_special_tokens)
+        return EncodedPrompt(ids, 0.0, time.perf_counter() - started)
+
+    def _encode_rendered(self, rendered: RenderedText) -> TokenArray:
+        if not rendered.plain:
+            return _encode(self._tokenizer, rendered.text, "messages", False)
+        tokenizer, aliases = self._aliased
+        text = self._template.control_tokens.replace_active(rendered, aliases)
+        return _encode(tokenizer, text, "messages", False)
+
+    @cached_property
+    def _aliased(self) -> tuple[Tokenizer, dict[str, str]]:
+        return alias_tokenizer(self._tokenizer, self._template.control_tokens.all)
+
+
+def _parse(payload: bytes) -> tuple[list[Json], list[Json] | None, dict[str, Json]]:
+    try:
+        value: Json = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise PromptError(f"The messages are not valid JSON ({error}).", "messages") from error
+    if not isinstance(value, dict):
+        raise PromptError("The prompt is not a JSON object.", "messages")
+    messages, tools = value.get("messages"), value.get("tools")
+    kwargs = value.get("template_kwargs") or {}
+    if not isinstance(messages, list) or not messages:
+        raise PromptError("messages must be a list with at least one message.", "messages")
+    if tools is not None and not isinstance(tools, list):
+        raise PromptError("tools must be a list.", "tools")
+    if not isinstance(kwargs, dict):
+        raise PromptError("chat_template_kwargs must be an object.", "chat_template_kwargs")
+    return messages, tools, kwargs
+
+
+def _encode(tokenizer: Tokenizer, text: str, param: str, add_special_tokens: bool) -> TokenArray:
+    """Ids of `text`. The batch call, unlike `encode`, lets other threads run meanwhile."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"The text contains half of a UTF-16 surrogate pair (U+{ord(text[error.start]):04X}), "
+            "which is not a character.",
+            param,
+        ) from error
+    encoded = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return np.asarray(encoded[0].ids, dtype=np.int32)

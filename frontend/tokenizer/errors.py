@@ -1,0 +1,21 @@
+"""What can go wrong between text and token ids."""
+
+from __future__ import annotations
+
+
+class TokenizerLoadError(RuntimeError):
+    """A checkpoint's tokenizer cannot be used; one sentence that names the file and the fault."""
+
+
+class PromptError(ValueError):
+    """A request's prompt cannot be rendered or encoded: the client's mistake, HTTP 400.
+
+    `message` is one sentence for the client, `param` the request field at fault.
+    """
+
+    code = "invalid_prompt"
+
+    def __init__(self, message: str, param: str | None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param

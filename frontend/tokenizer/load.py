@@ -1,0 +1,218 @@
+"""Read what a checkpoint directory says about its tokenizer.
+
+Only the `tokenizers` library is imported, unless the checkpoint has no `tokenizer.json`: then
+transformers converts what there is.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tokenizers import AddedToken, Tokenizer
+
+from frontend.tokenizer.errors import TokenizerLoadError
+
+JsonObject = dict[str, object]
+
+_NAMED_SPECIALS: Final = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """A checkpoint's tokenizer, with what its other files add to it."""
+
+    directory: Path
+    tokenizer: Tokenizer
+    """Without truncation and padding. Shared by all users: never reconfigure it."""
+    chat_templates: dict[str, str]
+    """Jinja sources by name; the usual one is `default`. Empty: not a chat model."""
+    special_tokens: dict[str, str]
+    """`bos_token`, `eos_token`, ... -> text, for those that the checkpoint names."""
+
+
+def load_tokenizer(model_dir: Path) -> TokenizerFiles:
+    """Load the tokenizer of the checkpoint in `model_dir`.
+
+    Raises:
+        TokenizerLoadError: a file is missing, unreadable or not what it should be.
+    """
+    if not model_dir.is_dir():
+        raise TokenizerLoadError(f"The model directory {model_dir} does not exist.")
+    config = _read_object(model_dir / "tokenizer_config.json")
+    path = model_dir / "tokenizer.json"
+    tokenizer = _read_tokenizer(path) if path.exists() else _convert_tokenizer(model_dir)
+    # A checkpoint may ask for both; a silently cut or padded prompt is never wanted here.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    special_tokens = _special_tokens(model_dir, config)
+    _add_declared_tokens(tokenizer, config, special_tokens)
+    return TokenizerFiles(
+        directory=model_dir,
+        tokenizer=tokenizer,
+        chat_templates=_chat_templates(model_dir, config),
+        special_tokens=special_tokens,
+    )
+
+
+def _read_text(path: Path) -> str | None:
+    """The file's text, or None if there is no such file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise TokenizerLoadError(f"{path} cannot be read ({error.strerror}).") from error
+    except UnicodeDecodeError as error:
+        raise TokenizerLoadError(f"{path} is not UTF-8 text ({error.reason}).") from error
+
+
+def _read_object(path: Path) -> JsonObject:
+    text = _read_text(path)
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TokenizerLoadError(f"{path} is not valid JSON ({error}).") from error
+    if not isinstance(value, dict):
+        raise TokenizerLoadError(f"{path} holds no JSON object.")
+    return value
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    text = _read_text(path) or ""
+    if text.startswith("version https://git-lfs"):
+        raise TokenizerLoadError(
+            f"{path} is a Git LFS pointer: fetch the real file with `git lfs pull`."
+        )
+    try:
+        return Tokenizer.from_str(text)
+    # The library raises plain Exception.
+    except Exception as error:
+        raise TokenizerLoadError(f"{path} is not a usable tokenizer ({error}).") from error
+
+
+def _convert_tokenizer(model_dir: Path) -> Tokenizer:
+    """Let transformers build a fast tokenizer from `tokenizer.model`, `vocab.json`, ..."""
+    from transformers import AutoTokenizer  # noqa: PLC0415 - seconds, and rarely needed
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(
+            str(model_dir), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise TokenizerLoadError(
+            f"{model_dir} has no tokenizer.json, and no tokenizer can be made from its other "
+            f"files ({reason})."
+        ) from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer) or backend.get_vocab_size() == 0:
+        raise TokenizerLoadError(
+            f"{model_dir} has no tokenizer.json, and its tokenizer ({type(loaded).__name__}) "
+            "has no fast form."
+        )
+    return backend
+
+
+def _token_text(value: object) -> str | None:
+    """A special token's text: given as a string, or as an object with `content`."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else None
+
+
+def _special_tokens(model_dir: Path, config: JsonObject) -> dict[str, str]:
+    older = _read_object(model_dir / "special_tokens_map.json")
+    found: dict[str, str] = {}
+    for name in _NAMED_SPECIALS:
+        text = _token_text(config.get(name)) or _token_text(older.get(name))
+        if text is not None:
+            found[name] = text
+    return found
+
+
+def _add_declared_tokens(
+    tokenizer: Tokenizer, config: JsonObject, special_tokens: dict[str, str]
+) -> None:
+    """Add what only `tokenizer_config.json` declares, and special tokens that are plain words of
+    the vocabulary. Ids never change: a token whose declared id is not free is left out."""
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    declared = config.get("added_tokens_decoder")
+    entries = declared.items() if isinstance(declared, dict) else ()
+    for key, entry in sorted(entries, key=lambda item: int(item[0]) if item[0].isdigit() else -1):
+        text = _token_text(entry)
+        if text is None or text in known or not isinstance(entry, dict) or not key.isdigit():
+            continue
+        expected = int(key)
+        if tokenizer.token_to_id(text) == expected or (
+            tokenizer.token_to_id(text) is None and tokenizer.get_vocab_size() == expected
+        ):
+            tokenizer.add_tokens([_added_token(text, entry)])
+            known.add(text)
+    for text in special_tokens.values():
+        if text not in known and tokenizer.token_to_id(text) is not None:
+            tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True)])
+            known.add(text)
+
+
+def _added_token(text: str, entry: JsonObject) -> AddedToken:
+    special = bool(entry.get("special", False))
+    return AddedToken(
+        text,
+        single_word=bool(entry.get("single_word", False)),
+        lstrip=bool(entry.get("lstrip", False)),
+        rstrip=bool(entry.get("rstrip", False)),
+        normalized=bool(entry.get("normalized", not special)),
+        special=special,
+    )
+
+
+def _chat_templates(model_dir: Path, config: JsonObject) -> dict[str, str]:
+    """Templates by name; a file of its own wins over the configuration's field."""
+    templates: dict[str, str] = {}
+    path = model_dir / "tokenizer_config.json"
+    for origin, value in (
+        (path, config.get("chat_template")),
+        (
+            model_dir / "chat_template.json",
+            _read_object(model_dir / "chat_template.json").get("chat_template"),
+        ),
+        (model_dir / "chat_template.jinja", _read_text(model_dir / "chat_template.jinja")),
+    ):
+        templates.update(_named_templates(origin, value))
+    extra = model_dir / "additional_chat_templates"
+    for file in sorted(extra.glob("*.jinja")):
+        templates.update(dict.fromkeys([file.stem], _read_text(file) or ""))
+    return templates
+
+
+def _named_templates(origin: Path, value: object) -> dict[str, str]:
+    """Accepts a string, an object name -> template, and a list of {name, template} objects."""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"default": value}
+    if isinstance(value, list):
+        if not all(isinstance(item, dict) for item in value):
+            raise TokenizerLoadError(f"{origin} has a chat_template list of things not objects.")
+        value = {item.get("name"): item.get("template") for item in value}
+    if not isinstance(value, dict):
+        raise TokenizerLoadError(f"{origin} has a chat_template that is not text.")
+    named: dict[str, str] = {}
+    for name, template in value.items():
+        if not isinstance(name, str) or not isinstance(template, str):
+            raise TokenizerLoadError(f"{origin} has a chat_template without a name or a text.")
+        named[name] = template
+    return named

@@ -55,8 +55,10 @@ class TokenCounts:
 
     def add_sampled(self, slots: Tensor, tokens: Tensor) -> None:
         """Count one new token for each of `slots` (all different), int64 [R] both."""
-        self.generated[slots, tokens] += 1
-        self.seen[slots, tokens] = True
+        place = (slots, tokens)
+        self.generated[place] += 1
+        # A tensor of ones, not the constant: storing a host scalar by index waits for the GPU.
+        self.seen.index_put_(place, torch.ones_like(tokens, dtype=torch.bool))
 
 
 def apply_penalties(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
@@ -54,7 +53,7 @@ def load_config(model_dir: Path) -> LoadedConfig:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ModelLoadError(
-            f"The configuration in {model_dir} cannot be read: {_first_line(error)}"
+            f"The configuration in {model_dir} cannot be read: {first_line(error)}"
         ) from error
     text = config.get_text_config(decoder=True)
     _check_supported(config, text, model_dir)
@@ -102,7 +101,7 @@ def _eos_token_ids(
             generation = GenerationConfig.from_pretrained(model_dir, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ModelLoadError(
-                f"generation_config.json in {model_dir} cannot be read: {_first_line(error)}"
+                f"generation_config.json in {model_dir} cannot be read: {first_line(error)}"
             ) from error
         sources.insert(0, generation.eos_token_id)
     found: dict[int, None] = {}
@@ -144,7 +143,7 @@ def load_model(
         if isinstance(error, ModelLoadError):
             raise
         raise ModelLoadError(
-            f"The model in {model_dir} cannot be loaded: {_first_line(error)}"
+            f"The model in {model_dir} cannot be loaded: {first_line(error)}"
         ) from error
     model.set_attn_implementation(ATTENTION_NAME)
     model.eval()
@@ -184,15 +183,7 @@ def _load_weights(
     return model
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, for messages of one sentence."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def declared_architecture(model_dir: Path) -> str:
-    """The first architecture that `config.json` names, for messages; `unknown` without one."""
-    try:
-        facts = json.loads((model_dir / "config.json").read_text())
-        return str(facts["architectures"][0])
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
-        return "unknown"

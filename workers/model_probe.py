@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from workers.cache_layout import LayerShape
 from workers.engine import ModelLoadError
+from workers.model_loader import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,7 +66,7 @@ def probe_model(
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
         if isinstance(error, ModelLoadError):
             raise
-        raise ModelLoadError(f"{name} cannot run on this engine: {error}") from error
+        raise ModelLoadError(f"{name} cannot run on this engine: {first_line(error)}") from error
     missing = sorted(set(range(len(expected))) - step.shapes.keys())
     if missing or step.repeated:
         raise ModelLoadError(
@@ -108,23 +109,29 @@ def model_logits(
     return logits if logits.shape[0] == rows.shape[0] else logits[rows]
 
 
-def pin_rope(model: nn.Module, max_model_len: int, device: torch.device) -> None:
+def pin_rope(model: nn.Module, max_model_len: int, device: torch.device) -> bool:
     """Fix rotary frequencies that would otherwise depend on the longest sequence of each batch.
 
     `longrope` and `dynamic` scaling choose by the sequence length at run time. A server must give
     the same result in any batch, so they are computed once for `max_model_len`.
+
+    Returns:
+        Whether the model has such scaling, so that its KV depends on `max_model_len`.
     """
+    pinned = False
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         if isinstance(kinds, str) and (kinds == "longrope" or "dynamic" in kinds):
             position = torch.full((1, 1), max_model_len - 1, dtype=torch.int64, device=device)
             module(torch.zeros(1, 1, device=device), position)
             module.rope_type = "default"  # type: ignore[assignment]
+            pinned = True
             _log.info(
                 "The rotary embedding (%s) is fixed for sequences of up to %d tokens.",
                 kinds,
                 max_model_len,
             )
+    return pinned
 
 
 def _check_modules(model: nn.Module, name: str) -> None:

@@ -72,7 +72,7 @@ def paged_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    paged_step: AttentionStep,
+    paged_step: AttentionStep | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -93,6 +93,11 @@ def paged_attention(
         raise ModelLoadError(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which this "
             "engine does not implement, so the model would give wrong text; it cannot be served."
+        )
+    if paged_step is None:
+        raise ModelLoadError(
+            f"{type(module).__name__} does not hand keyword arguments on to its attention "
+            "function, which this engine needs; it cannot be served."
         )
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if attention_mask is not None or not causal or dropout:

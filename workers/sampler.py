@@ -134,14 +134,16 @@ class Sampler:
 
     def _slot_sampling(self, chunk: PromptChunk) -> _SlotSampling:
         params = chunk.sampling
+        # An id beyond the vocabulary would be an illegal address on a GPU.
+        bias = [(i, v) for i, v in params.logit_bias if 0 <= i < self._vocab_size]
         banned = sorted({*self._eos, *params.stop_token_ids}) if params.min_tokens else []
         return _SlotSampling(
             params=params,
             seed=chunk.seed,
             prompt_len=chunk.prompt_len,
-            bias_ids=np.array([i for i, _ in params.logit_bias], np.int32),
-            bias_values=np.array([v for _, v in params.logit_bias], np.float32),
-            banned=np.array([i for i in banned if i < self._vocab_size], np.int32),
+            bias_ids=np.array([i for i, _ in bias], np.int32),
+            bias_values=np.array([v for _, v in bias], np.float32),
+            banned=np.array([i for i in banned if 0 <= i < self._vocab_size], np.int32),
             counts_chunks=chunk.history is None,
         )
 

@@ -219,19 +219,19 @@ def create_torch_engine(settings: TorchEngineSettings) -> TorchEngine:
     with torch.inference_mode():
         model = load_model(loaded, model_dir, device, dtype, settings.load_format)
         vocab_size = probe_model(model, loaded, shapes, device)
+        max_model_len = _context_length(settings, loaded)
+        rope = f":{max_model_len}" if pin_rope(model, max_model_len, device) else ""
     identity = "dummy" if settings.load_format == "dummy" else weights_identity(model_dir)
     info = EngineInfo(
-        layout=build_cache_layout(shapes, dtype, loaded.config, identity),
+        layout=build_cache_layout(shapes, dtype, loaded.config, identity + rope),
         num_pages=0,
         max_num_seqs=settings.max_num_seqs,
-        max_model_len=_context_length(settings, loaded),
+        max_model_len=max_model_len,
         vocab_size=vocab_size,
         eos_token_ids=tuple(t for t in loaded.eos_token_ids if t < vocab_size),
         pipeline_depth=0 if device.type == "cpu" else 1,
         device=str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
     )
-    with torch.inference_mode():
-        pin_rope(model, info.max_model_len, device)
     settings.report("planning memory")
     plan = _plan_memory(settings, model, info, device)
     info = replace(info, num_pages=plan.num_pages, max_model_len=plan.max_model_len)
@@ -316,7 +316,14 @@ def _measure_peak(
 
 
 def _heaviest_steps(settings: TorchEngineSettings, info: EngineInfo) -> tuple[StepPlan, ...]:
-    sampling = SamplingParams(max_tokens=1, top_p=0.9, top_k=40, repetition_penalty=1.1, logprobs=0)
+    sampling = SamplingParams(
+        max_tokens=1,
+        top_p=0.9,
+        top_k=40,
+        repetition_penalty=1.1,
+        logprobs=0,
+        logit_bias=((0, 0.0),),
+    )
     length = info.max_model_len - 1
     pages = (0,) * pages_for(info.max_model_len, info.layout.page_tokens)
 

@@ -83,10 +83,22 @@ def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ),
             "falcon_h1",
         ),
+        (lambda: transformers.StableLmConfig(**SMALL), "keyword arguments"),
         (lambda: transformers.Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]), "conv"),
         (transformers.ViTConfig, "ViT"),
     ],
-    ids=["t5", "bert", "mamba", "bloom", "qwen3_next", "llama4", "falcon_h1", "lfm2", "vit"],
+    ids=[
+        "t5",
+        "bert",
+        "mamba",
+        "bloom",
+        "qwen3_next",
+        "llama4",
+        "falcon_h1",
+        "stablelm",
+        "lfm2",
+        "vit",
+    ],
 )
 def test_models_that_need_more_are_refused(config, named: str, tmp_path: Path) -> None:
     config().save_pretrained(tmp_path)
@@ -166,6 +178,8 @@ def test_longer_sequences_do_not_change_shorter_ones(tmp_path: Path) -> None:
         pages = (slot * 2, slot * 2 + 1)
         return PromptChunk(slot, 0, tokens, pages, True, True, sampling, 0, length)
 
+    shorter = open_engine(tmp_path, max_model_len=400)
+    assert shorter.info.layout.fingerprint != engine.info.layout.fingerprint
     short, long = chunk(0, 40), chunk(1, 200)
     logprobs = []
     for prompts in ((short,), (long, short)):

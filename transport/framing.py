@@ -12,7 +12,7 @@ import zmq
 
 from transport.messages import AnyMessage, Message
 
-Payload = bytes | bytearray | memoryview
+Payload = bytes | bytearray | memoryview | zmq.Frame
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
@@ -29,7 +29,7 @@ def encode_header(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_header(frame: Payload | zmq.Frame) -> AnyMessage:
+def decode_header(frame: Payload) -> AnyMessage:
     """The message of a header frame.
 
     Raises:
@@ -46,7 +46,7 @@ def token_frame(ids: Sequence[int] | npt.NDArray[np.int32]) -> memoryview:
     return np.ascontiguousarray(ids, dtype="<i4").data.cast("B")
 
 
-def read_tokens(frame: Payload | zmq.Frame) -> npt.NDArray[np.int32]:
+def read_tokens(frame: Payload) -> npt.NDArray[np.int32]:
     """Token ids of a payload frame, without a copy.
 
     Raises:

@@ -66,6 +66,8 @@ class Received:
     """One received message; `peer` is set by ROUTER sockets only."""
 
     message: AnyMessage
+    header: zmq.Frame
+    """The message as it came, for forwarding."""
     frames: list[zmq.Frame]
     peer: ProcessName
 
@@ -146,7 +148,7 @@ class DealerSocket(CountingSocket):
             frames = self._receive_frames()
             if frames is None:
                 return
-            yield Received(decode_header(frames[0]), frames[1:], ProcessName(""))
+            yield Received(decode_header(frames[0]), frames[0], frames[1:], ProcessName(""))
 
 
 class RouterSocket(CountingSocket):
@@ -164,6 +166,10 @@ class RouterSocket(CountingSocket):
         """Send to a peer; False if it is not connected or does not read."""
         return self._send_frames([peer.encode(), encode_header(message), *frames])
 
+    def forward(self, peer: ProcessName, received: Received) -> bool:
+        """Send a received message on as it came."""
+        return self._send_frames([peer.encode(), received.header, *received.frames])
+
     def drain(self, limit: int = 1000) -> Iterator[Received]:
         """Messages that are there now, at most `limit`. Undecodable ones raise BadMessage."""
         for _ in range(limit):
@@ -171,7 +177,7 @@ class RouterSocket(CountingSocket):
             if frames is None:
                 return
             peer = ProcessName(bytes(frames[0].buffer).decode("utf-8", "replace"))
-            yield Received(decode_header(frames[1].buffer), frames[2:], peer)
+            yield Received(decode_header(frames[1]), frames[1], frames[2:], peer)
 
 
 def _limit(socket: zmq.Socket[bytes]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from http import HTTPStatus
-
 import msgspec
 
 _TYPES = {
@@ -49,18 +47,20 @@ class ApiError(Exception):
         """The kind of error, as the OpenAI API spells it."""
         return _TYPES.get(self.status, "server_error" if self.status >= 500 else "api_error")
 
+    def value(self) -> dict[str, dict[str, str | None]]:
+        """The error object."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
     def body(self) -> bytes:
         """The error object as JSON."""
-        return msgspec.json.encode(
-            {
-                "error": {
-                    "message": self.message,
-                    "type": self.type,
-                    "param": self.param,
-                    "code": self.code,
-                }
-            }
-        )
+        return msgspec.json.encode(self.value())
 
     def all_headers(self) -> list[tuple[bytes, bytes]]:
         """Headers of the answer beyond its type and length."""
@@ -77,11 +77,3 @@ class ClientGone(Exception):
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """A request that cannot be served as it is: 400."""
     return ApiError(400, message, param=param, code=code)
-
-
-def status_phrase(status: int) -> str:
-    """The reason phrase of a status."""
-    try:
-        return HTTPStatus(status).phrase
-    except ValueError:
-        return "Error"

@@ -1,0 +1,50 @@
+"""One HTTP request as the middleware sees it: its id, its headers, what the log will say of it."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from typing import cast
+
+from starlette.types import Scope
+
+from frontend.job import Job
+from transport.messages import StageTimes
+
+_KEPT_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+_STATE_KEY = "deepinfer.call"
+
+
+class Call:
+    """Facts about one HTTP request. Made by the outermost middleware, filled in on the way."""
+
+    __slots__ = (
+        "headers",
+        "id",
+        "is_body_read",
+        "job",
+        "received_at",
+        "request_id",
+        "stages",
+        "status",
+    )
+
+    def __init__(self, scope: Scope) -> None:
+        self.received_at = time.monotonic()
+        self.id = uuid.uuid4().hex
+        """Ours, unique."""
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        given = self.headers.get(b"x-request-id", b"").strip()
+        self.request_id = given.decode() if _KEPT_ID.fullmatch(given) else self.id
+        """The client's, if it is short and plain; for the answer and the log."""
+        self.status = 0
+        self.is_body_read = False
+        self.job: Job | None = None
+        self.stages = StageTimes()
+        scope[_STATE_KEY] = self
+
+
+def call_of(scope: Scope) -> Call:
+    """The call that the middleware made for this request."""
+    return cast("Call", scope[_STATE_KEY])

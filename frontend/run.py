@@ -1,0 +1,195 @@
+"""The frontend process: `python -m frontend.run`, started by the daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+import uvloop
+import zmq
+
+from frontend.app import FrontendApp
+from frontend.auth import ApiKeys
+from frontend.daemon_client import DaemonClient
+from frontend.errors import ApiError
+from frontend.gate import Gate
+from frontend.http_protocol import with_limits
+from frontend.metrics import FrontendMetrics
+from frontend.router_client import RouterClient
+from frontend.router_line import RouterLine, RouterLineError
+from frontend.services import TICK_SECONDS, Services
+from frontend.settings import FrontendSettings
+from frontend.text_decoding import TokenTexts
+from frontend.tokenizer.detokenizer import Detokenizer
+from frontend.tokenizer.errors import TokenizerLoadError
+from frontend.tokenizer.load import load_tokenizer
+from transport.child import EXIT_FATAL, StopFlag, enter_process
+from transport.daemon_link import DaemonLink, LinkError
+from transport.messages import InstanceStatus, RequestRow, SocketStats
+from transport.telemetry import MetricSet
+
+FLUSH_SECONDS = 5
+"""How long answers that are complete may take to reach their clients when the process stops."""
+BACKLOG = 2048
+
+log = logging.getLogger(__name__)
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without signal handlers: the process has its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals alone."""
+        yield
+
+
+class _Telemetry:
+    def __init__(self, line: RouterLine) -> None:
+        self._line = line
+
+    def socket_stats(self) -> list[SocketStats]:
+        return [self._line.stats()]
+
+    def request_rows(self) -> list[RequestRow]:
+        return []
+
+
+class Frontend:
+    """One frontend process: owner of its sockets and of the HTTP server."""
+
+    def __init__(self, settings: FrontendSettings, stop: StopFlag, texts: TokenTexts) -> None:
+        """Must be called within the running loop.
+
+        Raises:
+            ValueError: the file of API keys cannot be used.
+        """
+        self._settings = settings
+        self._stop = stop
+        self._stop_asked = asyncio.Event()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        metric_set = MetricSet()
+        metrics = FrontendMetrics(metric_set)
+        self._line = RouterLine(self._context, settings.process)
+        self._router = RouterClient(self._line.send, metrics)
+        self._gate = Gate(settings, self._router, metrics)
+        self._daemon = DaemonClient(self._on_status, self._gate.drain)
+        self._link = DaemonLink(
+            self._context,
+            settings.process,
+            metric_set,
+            _Telemetry(self._line),
+            self._daemon.on_message,
+        )
+        self._services = Services(
+            settings=settings,
+            router=self._router,
+            gate=self._gate,
+            texts=texts,
+            keys=ApiKeys.load(settings.api_keys_file),
+            metrics=metrics,
+            ask_daemon=self._ask_daemon,
+            started_at=int(time.time()),
+        )
+        self._server = HttpServer(self._http_config())
+
+    def _http_config(self) -> uvicorn.Config:
+        settings = self._settings
+        return uvicorn.Config(
+            FrontendApp(self._services),
+            http=with_limits(settings.max_header_bytes, settings.body_seconds),
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=settings.keep_alive_seconds,
+            timeout_graceful_shutdown=FLUSH_SECONDS,
+        )
+
+    async def _ask_daemon(self, what: str) -> bytes:
+        return await self._daemon.ask(what, self._link.post)
+
+    def _on_status(self, status: InstanceStatus) -> None:
+        self._gate.set_state(status.state, status.reason)
+
+    async def run(self) -> None:
+        """Serve until asked to stop.
+
+        Raises:
+            LinkError: the daemon refused this process or did not answer.
+            RouterLineError: the router did.
+        """
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._stop.fd, self._stop_asked.set)
+        listener = socket.socket(fileno=self._settings.listen_fd)
+        server = loop.create_task(self._server.serve(sockets=[listener]))
+        ticker = loop.create_task(self._tick())
+        try:
+            await asyncio.to_thread(self._link.start)
+            await self._line.open(self._router, self._router.handle)
+            self._link.set_state("ready")
+            stop = loop.create_task(self._stop_asked.wait())
+            await asyncio.wait((stop, server), return_when=asyncio.FIRST_COMPLETED)
+            await self._drain()
+        finally:
+            loop.remove_reader(self._stop.fd)
+            self._server.should_exit = True
+            await server
+            ticker.cancel()
+            await self._line.close()
+            await asyncio.to_thread(self._link.close)
+            self._context.term()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self._link.tick()
+            self._services.tick(len(self._server.server_state.connections))
+
+    async def _drain(self) -> None:
+        """Let running requests end, then end them."""
+        self._gate.drain()
+        self._link.set_state("draining")
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.drain_seconds
+        while self._services.jobs and loop.time() < deadline:
+            await asyncio.sleep(0.05)
+        if self._services.jobs:
+            log.warning("ending %d requests that did not finish in time", len(self._services.jobs))
+        self._services.end_all(ApiError(503, "The server is shutting down.", retry_after=1))
+
+
+async def _run(settings: FrontendSettings, stop: StopFlag, texts: TokenTexts) -> None:
+    await Frontend(settings, stop, texts).run()
+
+
+def main() -> int:
+    """Entry point; returns the exit code."""
+    settings, stop = enter_process(FrontendSettings)
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    try:
+        texts = Detokenizer(load_tokenizer(Path(settings.model_dir)).tokenizer)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run(settings, stop, texts))
+    except (TokenizerLoadError, ValueError) as error:
+        log.error("%s", error)
+        return EXIT_FATAL
+    except (LinkError, RouterLineError) as error:
+        log.error("%s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

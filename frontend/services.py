@@ -1,0 +1,77 @@
+"""What the endpoints of one frontend share, and the clock that looks after its streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from frontend.auth import ApiKeys
+from frontend.body_limits import BodyLimits
+from frontend.call import Call
+from frontend.errors import ApiError
+from frontend.gate import Gate
+from frontend.job import Job
+from frontend.metrics import FrontendMetrics
+from frontend.request_schema.prompts import GenerationRequest
+from frontend.router_client import RouterClient
+from frontend.settings import FrontendSettings
+from frontend.stream_buffer import StreamBuffer
+from frontend.text_decoding import TokenTexts
+
+TICK_SECONDS = 0.5
+
+
+@dataclass(eq=False)
+class OpenStream:
+    """A streamed answer that is being sent."""
+
+    job: Job
+    buffer: StreamBuffer
+    abort: Callable[[], None]
+    """Cuts the connection."""
+
+
+@dataclass
+class Services:
+    """Parts of one frontend process. Used on the loop's thread."""
+
+    settings: FrontendSettings
+    router: RouterClient
+    gate: Gate
+    texts: TokenTexts
+    keys: ApiKeys
+    metrics: FrontendMetrics
+    ask_daemon: Callable[[str], Awaitable[bytes]]
+    started_at: int
+    """Seconds since 1970."""
+    jobs: set[Job] = field(default_factory=set)
+    streams: set[OpenStream] = field(default_factory=set)
+
+    @property
+    def body_limits(self) -> BodyLimits:
+        """What a request's body may be."""
+        return BodyLimits(self.settings.max_body_bytes, self.settings.body_seconds)
+
+    def new_job(self, call: Call, request: GenerationRequest) -> Job:
+        """A job for this request, not yet started."""
+        job = Job(request, self.router, self.texts, self.metrics, call.id, call.received_at)
+        call.job = job
+        self.jobs.add(job)
+        return job
+
+    def end_all(self, error: ApiError) -> None:
+        """End every running request with an error."""
+        for job in list(self.jobs):
+            job.fail(error)
+
+    def tick(self, connections: int) -> None:
+        """Look after the streams: keep the silent ones alive, cut those that nobody reads."""
+        now = asyncio.get_running_loop().time()
+        for stream in list(self.streams):
+            if stream.buffer.tick(now, self.settings.slow_reader_seconds):
+                stream.job.cancel("slow_reader")
+                stream.buffer.end()
+                stream.abort()
+        buffered = sum(stream.buffer.size for stream in self.streams)
+        self.metrics.levels(connections, len(self.jobs), buffered)

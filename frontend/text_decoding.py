@@ -1,0 +1,38 @@
+"""What the frontend asks of a tokenizer: turning ids back into text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class TextDecoder(Protocol):
+    """Decodes the tokens of one choice as they come; never yields half a character."""
+
+    def push(self, ids: Sequence[int], /) -> str:
+        """The text that these tokens complete."""
+        ...
+
+    def flush(self) -> str:
+        """What is left at the end."""
+        ...
+
+
+class TokenTexts(Protocol):
+    """Text of single tokens and of whole sequences."""
+
+    def decoder(self) -> TextDecoder:
+        """A decoder for one choice."""
+        ...
+
+    def token_text(self, token_id: int, /) -> str:
+        """How one token is shown in logprobs."""
+        ...
+
+    def token_bytes(self, token_id: int, /) -> bytes:
+        """The bytes that one token stands for."""
+        ...
+
+    def decode(self, ids: Sequence[int], /) -> str:
+        """The text of a whole sequence."""
+        ...

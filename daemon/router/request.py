@@ -1,0 +1,100 @@
+"""The router's record of one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from transport.framing import Payload, token_frame
+from transport.ids import ProcessName, RequestId
+from transport.messages import PromptKind, RequestRow, SamplingParams, StageTimes
+
+Stage = Literal["received", "tokenizing", "queued", "running", "finished"]
+NO_RANK = -1
+
+
+@dataclass
+class Choice:
+    """One of the `n` answers of a request."""
+
+    output: list[int] = field(default_factory=list)
+    """Tokens that the client has, for going on elsewhere if the worker is lost."""
+    done: bool = False
+
+
+@dataclass
+class Request:
+    """What the router knows of a request, from `Submit` or `Encode` to its end."""
+
+    request_id: RequestId
+    frontend: ProcessName
+    kind: PromptKind
+    sampling: SamplingParams | None
+    """None: encode only, do not run."""
+    choices: list[Choice]
+    priority: int
+    affinity: str
+    add_special_tokens: bool
+    prompt_frame: Payload
+    """The prompt as the client sent it; dropped when it is encoded."""
+    received_at: float
+    stage: Stage = "received"
+    stage_since: float = 0.0
+    tokenizing_at: float = 0.0
+    queued_at: float = 0.0
+    running_at: float = 0.0
+    tokenizer: ProcessName | None = None
+    rank: int = NO_RANK
+    prompt: npt.NDArray[np.int32] | None = None
+    migrations: int = 0
+
+    def enter(self, stage: Stage, now: float) -> None:
+        """Note the change of stage; the first entry of each stage counts."""
+        self.stage = stage
+        self.stage_since = now
+        if stage == "tokenizing":
+            self.tokenizing_at = self.tokenizing_at or now
+        elif stage == "queued":
+            self.queued_at = self.queued_at or now
+        elif stage == "running":
+            self.running_at = self.running_at or now
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it counts against `--max-waiting`."""
+        return self.stage in ("received", "tokenizing", "queued")
+
+    @property
+    def open_choices(self) -> int:
+        """Choices still to be finished."""
+        return sum(not choice.done for choice in self.choices)
+
+    def stage_times(self, finished: float = 0.0) -> StageTimes:
+        """Time of entry into each stage."""
+        return StageTimes(
+            self.received_at, self.tokenizing_at, self.queued_at, self.running_at, finished
+        )
+
+    def tokens_so_far(self, index: int) -> memoryview:
+        """Prompt and output of a choice as a token frame."""
+        assert self.prompt is not None
+        output = self.choices[index].output
+        if not output:
+            return token_frame(self.prompt)
+        return token_frame(np.concatenate([self.prompt, np.asarray(output, dtype=np.int32)]))
+
+    def row(self) -> RequestRow:
+        """For `inspect requests`."""
+        return RequestRow(
+            request_id=self.request_id,
+            stage=self.stage,
+            frontend=self.frontend,
+            rank=self.rank,
+            prompt_tokens=0 if self.prompt is None else len(self.prompt),
+            output_tokens=sum(len(choice.output) for choice in self.choices),
+            choices=len(self.choices),
+            stages=self.stage_times(),
+        )

@@ -1,0 +1,196 @@
+"""The router's process: `python -m daemon.router.run`, started by the daemon."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import queue
+import sys
+import time
+
+import zmq
+
+from daemon.router.core import Outgoing, RouterCore
+from daemon.router.metrics import RouterMetrics
+from daemon.router.settings import RouterSettings
+from transport.child import EXIT_FATAL, StopFlag, enter_process
+from transport.daemon_link import DaemonLink, LinkError
+from transport.framing import BadMessage
+from transport.ids import ProcessName
+from transport.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Drain,
+    Encode,
+    Encoded,
+    Hello,
+    PeerLost,
+    Refused,
+    RequestFailed,
+    RequestRow,
+    SequenceFailed,
+    SocketStats,
+    Submit,
+    Throttle,
+    TokenBatch,
+    Welcome,
+    WorkerReady,
+)
+from transport.sockets import Endpoints, Received, RouterSocket
+from transport.telemetry import MetricSet
+
+TICK_SECONDS = 0.25
+MAX_NOTICES = 1000
+
+log = logging.getLogger(__name__)
+
+
+class Router:
+    """Moves messages between the socket and the core. Owns neither."""
+
+    def __init__(
+        self, settings: RouterSettings, socket: RouterSocket, core: RouterCore, link: DaemonLink
+    ) -> None:
+        self._settings = settings
+        self._socket = socket
+        self._core = core
+        self._link = link
+        self._pids: dict[ProcessName, int] = {}
+
+    def run(self, stop: StopFlag, notices: queue.Queue[Received]) -> None:
+        """Route until `stop` is set. `notices` holds what the daemon said."""
+        poller = zmq.Poller()
+        poller.register(self._socket.socket, zmq.POLLIN)
+        poller.register(stop.fd, zmq.POLLIN)
+        next_tick = 0.0
+        while not stop.is_set():
+            poller.poll(round(TICK_SECONDS * 1000))
+            self._take_notices(notices)
+            self._drain_socket()
+            now = time.monotonic()
+            if now >= next_tick:
+                next_tick = now + TICK_SECONDS
+                self._send_all(self._core.tick(now))
+                self._core.check_integrity()
+            self._link.tick()
+
+    def _drain_socket(self) -> None:
+        try:
+            for received in self._socket.drain():
+                self._send_all(self._handle(received, time.monotonic()))
+        except BadMessage:
+            log.exception("dropped a message that cannot be decoded")
+
+    def _take_notices(self, notices: queue.Queue[Received]) -> None:
+        while not notices.empty():
+            match notices.get_nowait().message:
+                case PeerLost(name):
+                    log.warning("%s is gone; its requests move on", name)
+                    self._pids.pop(name, None)
+                    self._send_all(self._core.peer_lost(name, time.monotonic()))
+                case Drain():
+                    self._core.drain()
+                case _:
+                    pass
+
+    def _handle(self, received: Received, now: float) -> list[Outgoing]:
+        peer, frames = received.peer, received.frames
+        match received.message:
+            case Hello() as hello:
+                return self._greet(peer, hello, now)
+            case _ if peer not in self._pids:
+                log.warning("dropped a message of %s, which has not said hello", peer)
+                return []
+            case TokenBatch() as batch:
+                return self._core.tokens(peer, batch, received, now)
+            case Submit() as submit:
+                return self._core.submit(peer, submit, frames[0], now)
+            case Encoded() as encoded:
+                return self._core.encoded(peer, encoded, frames[0], now)
+            case Cancel() as cancel:
+                return self._core.cancel(cancel, now)
+            case Throttle() as throttle:
+                return self._core.throttle(throttle)
+            case Encode() as encode:
+                return self._core.encode(peer, encode, frames[0], now)
+            case RequestFailed() as failed:
+                return self._core.encoding_failed(peer, failed)
+            case SequenceFailed() as failed:
+                return self._core.sequence_failed(failed)
+            case WorkerReady() as ready:
+                log.info("rank %d is ready", ready.rank)
+                return self._core.worker_ready(peer, ready, now)
+            case other:
+                log.warning("%s sent a %s, which is not for a router", peer, type(other).__name__)
+                return []
+
+    def _greet(self, peer: ProcessName, hello: Hello, now: float) -> list[Outgoing]:
+        process = self._settings.process
+        if hello.version != PROTOCOL_VERSION:
+            reason = f"it speaks protocol {hello.version}, the router speaks {PROTOCOL_VERSION}"
+            return [Outgoing(peer, Refused(reason))]
+        if hello.config_hash != process.config_hash:
+            return [Outgoing(peer, Refused("it was started with another configuration"))]
+        out: list[Outgoing] = []
+        if self._pids.get(peer, hello.pid) != hello.pid:
+            out += self._core.peer_lost(peer, now)  # its predecessor, if the daemon has not said so
+        self._pids[peer] = hello.pid
+        out.append(Outgoing(peer, Welcome()))
+        return out + self._core.peer_joined(peer, hello.role, now)
+
+    def _send_all(self, outgoing: list[Outgoing]) -> None:
+        for item in outgoing:
+            if item.forward is not None:
+                sent = self._socket.forward(item.peer, item.forward)
+            else:
+                assert item.message is not None
+                sent = self._socket.send(item.peer, item.message, *item.frames)
+            if not sent:
+                what = item.message or (item.forward and item.forward.message)
+                log.warning("%s does not take a %s", item.peer, type(what).__name__)
+
+
+class _Telemetry:
+    """The router's part of its snapshots."""
+
+    def __init__(self, socket: RouterSocket, core: RouterCore) -> None:
+        self._socket = socket
+        self._core = core
+
+    def socket_stats(self) -> list[SocketStats]:
+        """Traffic of the one socket that all share."""
+        return [self._socket.stats()]
+
+    def request_rows(self) -> list[RequestRow]:
+        """Live requests."""
+        return self._core.rows()
+
+
+def main() -> int:
+    """Route until SIGTERM. Returns the exit code."""
+    settings, stop = enter_process(RouterSettings)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    metrics = MetricSet()
+    core = RouterCore(settings, RouterMetrics(metrics, settings.max_waiting))
+    socket = RouterSocket(context, Endpoints(settings.process.run_dir).router)
+    notices: queue.Queue[Received] = queue.Queue(MAX_NOTICES)
+    link = DaemonLink(
+        context, settings.process, metrics, _Telemetry(socket, core), notices.put_nowait
+    )
+    try:
+        link.start()
+        gc.freeze()
+        link.set_state("ready")
+        Router(settings, socket, core, link).run(stop, notices)
+        return 0
+    except LinkError as error:
+        log.error("%s", error)
+        return EXIT_FATAL
+    finally:
+        link.close()
+        socket.close()
+        context.term()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

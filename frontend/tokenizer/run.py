@@ -1,0 +1,147 @@
+"""A tokenizer's process: `python -m frontend.tokenizer.run`, started by the daemon."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+from pathlib import Path
+
+import zmq
+
+from frontend.settings import TokenizerSettings
+from frontend.tokenizer.encoder import EncodedPrompt, PromptEncoder
+from frontend.tokenizer.errors import PromptError, TokenizerLoadError
+from frontend.tokenizer.load import load_tokenizer
+from transport.child import EXIT_FATAL, StopFlag, enter_process
+from transport.daemon_link import DaemonLink, LinkError, SocketTelemetry
+from transport.framing import BadMessage, token_frame
+from transport.messages import (
+    PROTOCOL_VERSION,
+    Encode,
+    Encoded,
+    Hello,
+    Refused,
+    RequestFailed,
+    Welcome,
+)
+from transport.sockets import DealerSocket, Endpoints, Received
+from transport.telemetry import Counter, MetricSet
+
+BATCH = 64
+"""Prompts taken from the socket before the main loop counts as having made a turn."""
+
+log = logging.getLogger(__name__)
+
+
+class TokenizerLoop:
+    """Encodes one prompt after the other. Owns neither socket nor encoder."""
+
+    def __init__(
+        self, encoder: PromptEncoder, dealer: DealerSocket, link: DaemonLink, metrics: MetricSet
+    ) -> None:
+        self._encoder = encoder
+        self._dealer = dealer
+        self._link = link
+        self._prompts = metrics.counter("tokenizer_prompts")
+        self._tokens = metrics.counter("tokenizer_tokens")
+        self._failures: Counter = metrics.counter("tokenizer_failures")
+        self.refusal: str | None = None
+
+    def run(self, stop: StopFlag, hello: Hello, idle_seconds: float) -> None:
+        """Serve until `stop` is set or the router refuses this process."""
+        poller = zmq.Poller()
+        poller.register(self._dealer.socket, zmq.POLLIN)
+        poller.register(stop.fd, zmq.POLLIN)
+        self._dealer.send(hello)
+        while not stop.is_set() and self.refusal is None:
+            poller.poll(round(idle_seconds * 1000))
+            try:
+                for received in self._dealer.drain(BATCH):
+                    self._handle(received)
+            except BadMessage:
+                log.exception("dropped a message that cannot be decoded")
+            self._link.tick()
+
+    def _handle(self, received: Received) -> None:
+        match received.message:
+            case Encode() as job:
+                self._encode(job, bytes(received.frames[0].buffer))
+            case Welcome():
+                self._link.set_state("ready")
+            case Refused(reason):
+                self.refusal = reason
+            case other:
+                log.warning("ignored a %s", type(other).__name__)
+
+    def _encode(self, job: Encode, payload: bytes) -> None:
+        self._prompts.add()
+        try:
+            prompt = self._encode_prompt(job, payload)
+        except PromptError as error:
+            self._failures.add()
+            self._dealer.send(
+                RequestFailed(job.request_id, 400, "invalid_prompt", str(error), error.param)
+            )
+            return
+        # A fault of a template or of the tokenizer must end one request, not this process, which
+        # would get the same prompt again.
+        except Exception:
+            self._failures.add()
+            log.exception("%s: the prompt could not be encoded", job.request_id)
+            message = "The prompt could not be rendered with this model's chat template."
+            self._dealer.send(
+                RequestFailed(job.request_id, 400, "invalid_prompt", message, "messages")
+            )
+            return
+        self._tokens.add(len(prompt.ids))
+        reply = Encoded(job.request_id, prompt.render_seconds, prompt.encode_seconds)
+        self._dealer.send(reply, token_frame(prompt.ids))
+
+    def _encode_prompt(self, job: Encode, payload: bytes) -> EncodedPrompt:
+        if job.kind == "chat":
+            return self._encoder.encode_chat(payload)
+        return self._encoder.encode_text(payload.decode("utf-8"), job.add_special_tokens)
+
+
+def main() -> int:
+    """Load the tokenizer, then serve until SIGTERM. Returns the exit code."""
+    settings, stop = enter_process(TokenizerSettings)
+    process = settings.process
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = DealerSocket(context, Endpoints(process.run_dir).router, process.name)
+    metrics = MetricSet()
+    link = DaemonLink(context, process, metrics, SocketTelemetry(dealer), _ignore)
+    try:
+        link.start()
+        link.set_state("loading", "loading the tokenizer")
+        encoder = PromptEncoder(load_tokenizer(Path(settings.model_dir)))
+        encoder.encode_text("warm up", add_special_tokens=False)
+        gc.freeze()
+        loop = TokenizerLoop(encoder, dealer, link, metrics)
+        hello = Hello(PROTOCOL_VERSION, "tokenizer", process.name, os.getpid(), process.config_hash)
+        loop.run(stop, hello, process.heartbeat_seconds)
+        if loop.refusal is None:
+            return 0
+        link.fatal(f"the router refused {process.name}: {loop.refusal}")
+        return EXIT_FATAL
+    except TokenizerLoadError as error:
+        log.error("%s", error)
+        link.fatal(str(error))
+        return EXIT_FATAL
+    except LinkError as error:
+        log.error("%s", error)
+        return EXIT_FATAL
+    finally:
+        link.close()
+        dealer.close()
+        context.term()
+
+
+def _ignore(received: Received) -> None:
+    log.debug("the daemon sent a %s", type(received.message).__name__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

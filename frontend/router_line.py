@@ -94,7 +94,7 @@ class RouterLine:
         )
 
     def _on_event(self) -> None:
-        while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.Event.DISCONNECTED and not self._is_lost:
                 self._is_lost = True

@@ -81,9 +81,7 @@ class _GenerateEndpoint:
             job.give_up()
             raise
         finally:
-            job.cancel("client")
-            job.close()
-            services.jobs.discard(job)
+            services.close_job(job)
 
     async def _answer(
         self, receive: Receive, send: Send, job: Job, reply_format: ReplyFormat

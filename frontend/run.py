@@ -149,7 +149,7 @@ class Frontend:
             ticker.cancel()
             await self._line.close()
             await asyncio.to_thread(self._link.close)
-            self._context.term()
+            self._context.destroy(linger=0)
 
     async def _tick(self) -> None:
         while True:
@@ -161,10 +161,9 @@ class Frontend:
         """Let running requests end, then end them."""
         self._gate.drain()
         self._link.set_state("draining")
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._settings.drain_seconds
-        while self._services.jobs and loop.time() < deadline:
-            await asyncio.sleep(0.05)
+        if self._services.jobs:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._services.idle.wait(), self._settings.drain_seconds)
         if self._services.jobs:
             log.warning("ending %d requests that did not finish in time", len(self._services.jobs))
         self._services.end_all(ApiError(503, "The server is shutting down.", retry_after=1))

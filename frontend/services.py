@@ -47,6 +47,8 @@ class Services:
     """Seconds since 1970."""
     jobs: set[Job] = field(default_factory=set)
     streams: set[OpenStream] = field(default_factory=set)
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while no job runs (from the end of the first one on)."""
 
     @property
     def body_limits(self) -> BodyLimits:
@@ -58,7 +60,16 @@ class Services:
         job = Job(request, self.router, self.texts, self.metrics, call.id, call.received_at)
         call.job = job
         self.jobs.add(job)
+        self.idle.clear()
         return job
+
+    def close_job(self, job: Job) -> None:
+        """A job is over: stop what still runs of it, expect nothing more."""
+        job.cancel("client")
+        job.close()
+        self.jobs.discard(job)
+        if not self.jobs:
+            self.idle.set()
 
     def end_all(self, error: ApiError) -> None:
         """End every running request with an error."""

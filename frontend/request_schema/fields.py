@@ -13,7 +13,7 @@ class Fields:
 
     def __init__(self, values: JsonObject, path: str = "") -> None:
         """`path` is where the object lies in the request, e.g. `messages[0]`."""
-        self._values = values
+        self.values = values
         self._path = path
 
     def path(self, name: str) -> str:
@@ -27,15 +27,15 @@ class Fields:
 
     def has(self, name: str) -> bool:
         """Whether the field is given and not null."""
-        return self._values.get(name) is not None
+        return self.values.get(name) is not None
 
     def raw(self, name: str) -> object:
         """The value as it came, None where absent."""
-        return self._values.get(name)
+        return self.values.get(name)
 
     def boolean(self, name: str, default: bool = False) -> bool:
         """True or false."""
-        value = self._values.get(name)
+        value = self.values.get(name)
         if value is None:
             return default
         if not isinstance(value, bool):
@@ -44,7 +44,7 @@ class Fields:
 
     def integer(self, name: str, low: int, high: int) -> int | None:
         """An integer, low <= value <= high."""
-        value = self._values.get(name)
+        value = self.values.get(name)
         if value is None:
             return None
         if not is_integer(value) or not low <= value <= high:
@@ -53,7 +53,7 @@ class Fields:
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
         """A number, low <= value <= high."""
-        value = self._values.get(name)
+        value = self.values.get(name)
         if value is None:
             return default
         if (
@@ -66,21 +66,21 @@ class Fields:
 
     def string(self, name: str) -> str | None:
         """A string."""
-        value = self._values.get(name)
+        value = self.values.get(name)
         if value is not None and not isinstance(value, str):
             raise self.refuse(name, "a string")
         return value
 
     def mapping(self, name: str) -> JsonObject | None:
         """A JSON object."""
-        value = self._values.get(name)
+        value = self.values.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.refuse(name, "an object")
         return value
 
     def array(self, name: str) -> list[object] | None:
         """A JSON array."""
-        value = self._values.get(name)
+        value = self.values.get(name)
         if value is not None and not isinstance(value, list):
             raise self.refuse(name, "an array")
         return value

@@ -30,7 +30,7 @@ def read_tools(fields: Fields) -> list[JsonObject] | None:
     for position, value in enumerate(values):
         tool = as_object(value, f"tools[{position}]")
         names.add(_check_tool(tool))
-        tools.append(value)
+        tools.append(tool.values)
     wants_none = _read_choice(fields, names)
     return None if wants_none or not tools else tools
 

@@ -142,48 +142,55 @@ class ChatTemplate:
             ) from error
         except _TEMPLATE_FAULTS:
             pass  # It may want another first message; each request will show.
-        with_object = self._try(source, _PROBE_OBJECT, "")
-        as_text = (with_object is None or f"'{_PROBE_KEY}'" in with_object) and self._try(
-            source, _PROBE_TEXT, ""
-        ) is not None
-        arguments: Json = _PROBE_TEXT if as_text else _PROBE_OBJECT
-        empty, null = self._try(source, arguments, ""), self._try(source, arguments, None)
-        literal = null is not None and null.count("None") > (empty or "").count("None")
-        null_content = null is not None and not literal
-        return MessageStyle(arguments_as_text=as_text, null_content=null_content)
+        renders: list[MessageStyle] = []
+        for style in _STYLES:
+            text = self._try(source, style)
+            blank = self._try(source, MessageStyle(style.arguments_as_text, null_content=False))
+            if text is None or text.count("None") > (blank or text).count("None"):
+                continue
+            renders.append(style)
+            if _PROBE_KEY in text and not any(fault in text for fault in _MISREAD_PROBES):
+                return style
+        # Here the template ignores tool calls, or refuses them.
+        return renders[0] if renders else MessageStyle(null_content=False)
 
-    def _try(self, source: str, arguments: Json, content: str | None) -> str | None:
+    def _try(self, source: str, style: MessageStyle) -> str | None:
+        """The probe conversation in this style; None if the template fails."""
+        messages, _ = normalize_messages(_PROBE, style)
         try:
-            return self._render(source, _probe(arguments, content), [_PROBE_TOOL], {})
+            return self._render(source, messages, [_PROBE_TOOL], {})
         except _TEMPLATE_FAULTS:
             return None
 
 
+_STYLES: Final = tuple(
+    MessageStyle(as_text, null) for null in (True, False) for as_text in (False, True)
+)
+"""In the order of preference: objects, then text; null, then ""."""
 _PROBE_KEY: Final = "probe_key"
-_PROBE_OBJECT: Final[Json] = {_PROBE_KEY: "probe value"}
-_PROBE_TEXT: Final[Json] = f'{{"{_PROBE_KEY}": "probe value"}}'
+_MISREAD_PROBES: Final = (f"{{'{_PROBE_KEY}'", f'\\"{_PROBE_KEY}\\"')
+"""An object printed by Python instead of as JSON; JSON text that was put into JSON once more."""
 _PROBE_TOOL: Final[Json] = {
     "type": "function",
     "function": {
         "name": "probe",
         "description": "Probe",
-        "parameters": {"type": "object", "properties": {_PROBE_KEY: {"type": "string"}}},
+        "parameters": {"type": "object", "properties": {"other": {"type": "string"}}},
     },
 }
 
 
-def _probe(arguments: Json, content: str | None) -> list[Json]:
-    # Some templates insist on call ids of nine letters and digits.
-    call: Json = {
-        "id": "probe0001",
-        "type": "function",
-        "function": {"name": "probe", "arguments": arguments},
-    }
-    return [
-        {"role": "user", "content": "x"},
-        {"role": "assistant", "content": content, "tool_calls": [call]},
-        {"role": "tool", "name": "probe", "tool_call_id": "probe0001", "content": "x"},
-    ]
+# Some templates insist on call ids of nine letters and digits.
+_PROBE_CALL: Final[Json] = {
+    "id": "probe0001",
+    "type": "function",
+    "function": {"name": "probe", "arguments": {_PROBE_KEY: "probe value"}},
+}
+_PROBE: Final[list[Json]] = [
+    {"role": "user", "content": "x"},
+    {"role": "assistant", "content": None, "tool_calls": [_PROBE_CALL]},
+    {"role": "tool", "name": "probe", "tool_call_id": "probe0001", "content": "x"},
+]
 
 
 def _check_kwargs(kwargs: Mapping[str, Json]) -> None:

@@ -167,7 +167,7 @@ class _PieceDecoder:
         try:
             text = self._run.decode("utf-8")
         except UnicodeDecodeError:
-            text = _REPLACEMENT
+            text = _REPLACEMENT * len(self._run)
         self._run.clear()
         return text
 

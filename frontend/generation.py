@@ -113,10 +113,25 @@ class Generation:
             return
         self.first_token_at = self.first_token_at or now
         self._metrics.saw_tokens(choice, self._received_at, now, len(ids))
+        if finish == RUNNING and logprobs is None and len(ids) == 1:
+            text = choice.push(ids, RUNNING)
+            if text:
+                self._listener.on_token(self._first_number + index, text, None)
+            if choice.finish_reason is not None:
+                self._end(index, choice.finish_reason, at_router=False)
+            return
+        self._take_tokens(index, ids, finish, logprobs)
+
+    def _take_tokens(
+        self, index: int, ids: list[int], finish: int, logprobs: list[TokenLogprob] | None
+    ) -> None:
+        """The general case of `on_row`: token by token, so that each has an event of its own."""
+        choice = self.choices[index]
         last = len(ids) - 1
         for position in range(max(len(ids), 1)):
             code = finish if position >= last else RUNNING
             text = choice.push(ids[position : position + 1], code)
+            # An end-of-sequence or stop token is not shown, only what it sets free.
             is_shown = code != FINISH_STOP and bool(ids)
             if is_shown or text:
                 entry = logprobs[position] if logprobs is not None and is_shown else None

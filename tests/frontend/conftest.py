@@ -165,7 +165,7 @@ class FakeRouter:
             if script.error is not None and script.error_after == step:
                 self.deliver(fail(rid, script.error))
                 return
-            while any((rid, i) in self.paused for i in range(submit.n)):
+            while any((rid, i) in self.paused for i in range(submit.n)):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             live = [i for i in range(submit.n) if not self.is_cancelled(rid, i)]
             if not live:
@@ -215,22 +215,24 @@ def fail(request_id: RequestId, error: RequestFailed) -> RequestFailed:
 
 def frontend_settings(**changes: object) -> FrontendSettings:
     """Settings of a test's frontend."""
-    values = dict(
-        process=ProcessSettings(ProcessName("frontend/0"), "frontend", "t", "/tmp", 1, "hash"),
-        listen_fd=-1,
-        model_dir="",
-        model_name=MODEL,
-        api_keys_file=None,
-        max_body_bytes=4 << 20,
-        max_header_bytes=32_768,
-        body_seconds=5.0,
-        keep_alive_seconds=900,
-        max_choices=8,
-        stream_high_water_bytes=256 << 10,
-        slow_reader_seconds=30.0,
-        retry_after_seconds=3,
-        drain_seconds=5.0,
-    )
+    values = {
+        "process": ProcessSettings(
+            ProcessName("frontend/0"), "frontend", "t", "/tmp", 1, "hash"
+        ),
+        "listen_fd": -1,
+        "model_dir": "",
+        "model_name": MODEL,
+        "api_keys_file": None,
+        "max_body_bytes": 4 << 20,
+        "max_header_bytes": 32_768,
+        "body_seconds": 5.0,
+        "keep_alive_seconds": 900,
+        "max_choices": 8,
+        "stream_high_water_bytes": 256 << 10,
+        "slow_reader_seconds": 30.0,
+        "retry_after_seconds": 3,
+        "drain_seconds": 5.0,
+    }
     return FrontendSettings(**{**values, **changes})
 
 
@@ -348,8 +350,8 @@ def serve() -> Iterator[Callable[..., ServedFrontend]]:
     """`serve(script or Script, **settings)` starts a frontend, which ends with the test."""
     running: list[ServedFrontend] = []
 
-    def start(script: Script | Callable[[Submit, bytes], Script] = Script(), **changes: object):
-        answer = script if callable(script) else lambda submit, payload: script
+    def start(script=None, **changes: object):
+        answer = script if callable(script) else lambda submit, payload: script or Script()
         server = ServedFrontend(frontend_settings(**changes), answer).__enter__()
         running.append(server)
         return server

@@ -1,0 +1,222 @@
+"""Every bad field is refused by name; what clients send by default is accepted."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from frontend.errors import ApiError
+from frontend.json_body import parse_json_object
+from frontend.request_schema.chat import read_chat
+from frontend.request_schema.completions import read_completion
+from frontend.request_schema.limits import ModelLimits
+from frontend.request_schema.tokenize import read_detokenize, read_tokenize
+
+LIMITS = ModelLimits("served", 1000, 4096, 8)
+USER = {"role": "user", "content": "Hi"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+ASKS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+def chat(**fields):
+    return read_chat({"messages": [USER], **fields}, LIMITS)
+
+
+def completion(**fields):
+    return read_completion({"prompt": "Hi", **fields}, LIMITS)
+
+
+BAD_EVERYWHERE = [
+    ("max_tokens", [0, -1, "8", 1.5, True, [], 2**71]),
+    ("max_completion_tokens", [0, -5, "8", {}]),
+    ("temperature", [-0.1, 2.1, "1", True, []]),
+    ("top_p", [0, -0.1, 1.1, "x"]),
+    ("top_k", [-2, 1.5, "x", True]),
+    ("min_p", [-0.1, 1.1]),
+    ("seed", [2**63, -(2**63) - 1, 1.5, "x"]),
+    ("stop", ["", [""], [1], 5, {}, True, [None], ["x"] * 65, ["x" * 20_000]]),
+    ("stop_token_ids", [[1000], [-1], ["x"], [1.5], "x", 5, [None], [True]]),
+    ("presence_penalty", [-2.1, 2.1, "x"]),
+    ("frequency_penalty", [-2.1, 2.1, "x"]),
+    ("repetition_penalty", [0, -1, "x"]),
+    ("logit_bias", [{"1000": 1}, {"-1": 1}, {"x": 1}, {"5": 101}, {"5": "x"}, {"5": None}, [], {"²": 1}]),
+    ("n", [0, 9, "1", True]),
+    ("stream", ["true", 1, []]),
+    ("stream_options", [{"include_usage": True}, "x"]),
+    ("ignore_eos", [1, "x"]),
+    ("min_tokens", [-1, 5000, "x"]),
+    ("user", [5]),
+    ("metadata", ["x", 5]),
+    ("priority", ["x", 1.5]),
+    ("prefix_cache", [1, "yes"]),
+    ("cache_salt", [5, {}]),
+    ("model", [7, "other", ""]),
+    ("response_format", ["json", {}, {"type": "xml"}, {"type": "json_object"}, {"type": "json_schema"}]),
+]
+BAD_CHAT = [
+    ("logprobs", [1, "x"]),
+    ("top_logprobs", [5, -1, 21, True]),
+    ("messages", [[], "x", {}, [5], [{"role": "narrator", "content": "x"}], [{"role": "user"}]]),
+    ("messages", [[{"role": "user", "content": [{"type": "image_url"}]}], [{"content": "x"}]]),
+    ("tools", ["x", {}, [5], [{}], [{"type": "function"}], [{"type": "function", "function": {"name": ""}}]]),
+    ("tool_choice", ["banana", 5, [], {}, "required", {"type": "function", "function": {"name": "f"}}]),
+    ("modalities", [["text", "audio"], "text"]),
+    ("chat_template_kwargs", ["x", {"messages": []}]),
+    ("functions", [[{}]]),
+]
+BAD_COMPLETION = [
+    ("prompt", [5, [], [[]], {}, [1000], [-1], [1.5], ["x", 5], [None], [True], [["x"]]]),
+    ("logprobs", [True, -1, 21, "x"]),
+    ("suffix", ["x", 5]),
+    ("best_of", [2, "x"]),
+    ("echo", ["x"]),
+]
+
+
+def cases(table):
+    return [(name, value) for name, values in table for value in values]
+
+
+@pytest.mark.parametrize(("name", "value"), cases(BAD_EVERYWHERE + BAD_CHAT))
+def test_chat_refuses_by_name(name, value):
+    with pytest.raises(ApiError) as caught:
+        chat(**{name: value})
+    assert caught.value.status == (404 if value in ("other", "") and name == "model" else 400)
+    assert name in caught.value.param
+    assert caught.value.message
+
+
+@pytest.mark.parametrize(("name", "value"), cases(BAD_EVERYWHERE + BAD_COMPLETION))
+def test_completions_refuse_by_name(name, value):
+    with pytest.raises(ApiError) as caught:
+        completion(**{name: value})
+    assert name in caught.value.param
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in BAD_EVERYWHERE + BAD_CHAT} - {"messages"}))
+def test_null_is_absent(name):
+    given_null, absent = chat(**{name: None}), chat()
+    assert given_null.prompts == absent.prompts
+    assert given_null.common.stops == absent.common.stops
+    assert given_null.common.sampling.max_tokens == LIMITS.max_model_len
+
+
+def test_values_arrive():
+    common = chat(
+        max_tokens=9, max_completion_tokens=7, temperature=0, top_p=0.5, top_k=-1, min_p=0.1,
+        seed=-5, stop=["a", "b", "a"], stop_token_ids=[3], presence_penalty=1,
+        frequency_penalty=-1, repetition_penalty=1.2, logit_bias={"5": -100}, logprobs=True,
+        top_logprobs=3, n=2, stream=True, stream_options={"continuous_usage_stats": True},
+        ignore_eos=True, min_tokens=2, priority=-3, model="served",
+    ).common  # fmt: skip
+    sampling = common.sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (7, 0.0, 0.5)
+    assert (sampling.top_k, sampling.min_p, sampling.seed) == (0, 0.1, -5)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (1.0, -1.0)
+    assert (sampling.repetition_penalty, sampling.logit_bias) == (1.2, ((5, -100.0),))
+    assert (sampling.logprobs, sampling.min_tokens, sampling.ignore_eos) == (3, 2, True)
+    assert sampling.stop_token_ids == (3,)
+    assert (common.stops, common.n, common.priority) == (("a", "b"), 2, -3)
+    assert common.include_usage and common.continuous_usage
+
+
+def test_seeds_are_drawn_where_none_is_given():
+    assert len({chat().common.sampling.seed for _ in range(5)}) == 5
+
+
+def test_prompts_of_all_forms():
+    kinds = [p.kind for p in completion(prompt=["a", [1, 2]]).prompts]
+    assert kinds == ["text", "tokens"]
+    assert bytes(completion(prompt=[1, 2]).prompts[0].frame) == b"\1\0\0\0\2\0\0\0"
+    assert completion().common.sampling.max_tokens == 16
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "tool", "tool_call_id": "c1", "content": "x"}, USER],
+        [USER, {"role": "tool", "tool_call_id": "c1", "content": "x"}],
+        [USER, ASKS, {"role": "tool", "content": "x"}],
+        [USER, ASKS, {"role": "tool", "tool_call_id": "zz", "content": "x"}],
+        [USER, ASKS, USER, {"role": "tool", "tool_call_id": "c1", "content": "x"}],
+        [USER, {**ASKS, "tool_calls": {}}],
+        [USER, {**ASKS, "tool_calls": [{"id": "c1", "type": "function"}]}],
+        [USER, {**ASKS, "tool_calls": [{**CALL, "id": None}]}],
+    ],
+)
+def test_tool_results_must_answer_a_call(messages):
+    with pytest.raises(ApiError) as caught:
+        chat(messages=messages)
+    assert caught.value.param.startswith("messages[")
+
+
+@pytest.mark.parametrize("arguments", ["", "{}", None, "[]", "{bad", "null", '{"a": NaN}', {"a": 1}])
+def test_odd_arguments_in_the_history_never_end_a_conversation(arguments):
+    call = {**CALL, "function": {"name": "f", "arguments": arguments}}
+    answer = {"role": "tool", "tool_call_id": "c1", "content": "x"}
+    chat(messages=[USER, {**ASKS, "tool_calls": [call]}, answer], tools=[TOOL])
+
+
+def test_parts_and_roles_make_the_same_prompt():
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    assert chat(messages=[{"role": "user", "content": parts}]).prompts == chat().prompts
+    with_developer = chat(messages=[{"role": "developer", "content": "x"}, USER])
+    assert with_developer.prompts == chat(messages=[{"role": "system", "content": "x"}, USER]).prompts
+
+
+def test_conversations_keep_their_affinity():
+    longer = [USER, {"role": "assistant", "content": "Yes"}, {"role": "user", "content": "More"}]
+    assert chat(messages=longer).prompts[0].affinity == chat().prompts[0].affinity
+
+
+def test_tools_are_hidden_with_choice_none():
+    assert chat(tools=[TOOL], tool_choice="none").prompts == chat().prompts
+    assert chat(tools=[TOOL]).prompts != chat().prompts
+
+
+def test_tokenize_and_detokenize():
+    assert read_tokenize({"content": "x"}, LIMITS).kind == "text"
+    assert read_tokenize({"messages": [USER]}, LIMITS).kind == "chat"
+    assert read_detokenize({"tokens": [1, 2]}, LIMITS) == [1, 2]
+    for body in ({}, {"prompt": "x", "content": "y"}, {"prompt": 5}):
+        with pytest.raises(ApiError):
+            read_tokenize(body, LIMITS)
+    for tokens in (None, "x", [1000], [True]):
+        with pytest.raises(ApiError):
+            read_detokenize({"tokens": tokens}, LIMITS)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *[b"", b" ", b"[]", b"5", b"{", b"{} x", b'{"a": NaN}', b"\xff\xfe{}", b"{'a': 1}"],
+        *[b'{"a": "\xf1"}', b"[" * 100_000, b'{"a": 1e999}', b'{"a": 1}\x00'],
+    ],
+)
+def test_bodies_that_are_no_json_object(body):
+    with pytest.raises(ApiError) as caught:
+        parse_json_object(body)
+    assert caught.value.status == 400
+
+
+def test_byte_order_mark_and_repeated_keys():
+    assert parse_json_object(b'\xef\xbb\xbf{"a": 1, "a": 2}') == {"a": 2}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = sorted({name for name, _ in BAD_EVERYWHERE + BAD_CHAT + BAD_COMPLETION} | {"tools"})
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4))
+def test_any_json_is_read_or_refused(fields):
+    for read in (read_chat, read_completion):
+        try:
+            read({"messages": [USER], "prompt": "x", **fields}, LIMITS)
+        except ApiError as error:
+            assert error.status in (400, 404)

@@ -1,0 +1,159 @@
+"""The daemon's two sockets: control (hello, states, questions, commands) and telemetry.
+
+What comes in is turned into calls of a `ControlHandler`; what the handler returns goes back.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import zmq
+
+from transport.framing import BadMessage, decode_header
+from transport.ids import ProcessName
+from transport.messages import (
+    PROTOCOL_VERSION,
+    Answer,
+    FatalError,
+    Hello,
+    Message,
+    Query,
+    Refused,
+    Snapshot,
+    StateChanged,
+    StopInstance,
+    Welcome,
+)
+from transport.sockets import LINGER_MS, Endpoints, Received, RouterSocket
+
+TELEMETRY_QUEUE = 10_000
+
+log = logging.getLogger(__name__)
+
+
+class QueryError(ValueError):
+    """A question that the daemon cannot answer; the text goes to whoever asked."""
+
+
+class ControlHandler(Protocol):
+    """What the control server needs of the instance."""
+
+    def knows(self, hello: Hello) -> str | None:
+        """Why this process is not expected here, or None."""
+        ...
+
+    def welcomed(self, name: ProcessName) -> None:
+        """A process has joined."""
+        ...
+
+    def state_changed(self, name: ProcessName, message: StateChanged) -> None:
+        """A process says what it is doing."""
+        ...
+
+    def fatal_error(self, name: ProcessName, reason: str) -> None:
+        """A process ends for a reason that a restart would not cure."""
+        ...
+
+    def snapshot(self, snapshot: Snapshot) -> None:
+        """A process's telemetry."""
+        ...
+
+    def answer(self, what: str) -> bytes:
+        """The answer to a question.
+
+        Raises:
+            QueryError: there is no such question.
+        """
+        ...
+
+    def stop_requested(self, drain_timeout: float | None) -> None:
+        """Somebody wants the instance to stop."""
+        ...
+
+
+class ControlServer:
+    """Owner of both sockets."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoints: Endpoints, config_hash: str
+    ) -> None:
+        self._config_hash = config_hash
+        self._control = RouterSocket(context, endpoints.control)
+        self._telemetry = context.socket(zmq.SUB)
+        self._telemetry.setsockopt(zmq.RCVHWM, TELEMETRY_QUEUE)
+        self._telemetry.setsockopt(zmq.SUBSCRIBE, b"")
+        self._telemetry.bind(endpoints.telemetry)
+
+    def register(self, poller: zmq.Poller) -> None:
+        """Wake the poller when something comes in."""
+        poller.register(self._control.socket, zmq.POLLIN)
+        poller.register(self._telemetry, zmq.POLLIN)
+
+    def handle_incoming(self, handler: ControlHandler) -> None:
+        """Handle all that is there now."""
+        try:
+            for received in self._control.drain():
+                self._handle(received, handler)
+        except BadMessage:
+            log.exception("dropped a control message that cannot be decoded")
+        self._handle_telemetry(handler)
+
+    def send(self, peer: ProcessName, message: Message) -> bool:
+        """Tell a process something; False if it does not listen."""
+        return self._control.send(peer, message)
+
+    def close(self) -> None:
+        """Close both sockets. Idempotent."""
+        self._control.close()
+        self._telemetry.close(linger=LINGER_MS)
+
+    def _handle_telemetry(self, handler: ControlHandler) -> None:
+        for _ in range(TELEMETRY_QUEUE):
+            try:
+                frame = self._telemetry.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = decode_header(frame)
+            except BadMessage:
+                log.exception("dropped a snapshot that cannot be decoded")
+                continue
+            if isinstance(message, Snapshot):
+                handler.snapshot(message)
+
+    def _handle(self, received: Received, handler: ControlHandler) -> None:
+        peer = received.peer
+        match received.message:
+            case Hello() as hello:
+                problem = self._refusal(hello) or handler.knows(hello)
+                if problem is not None:
+                    log.error("refused %s: %s", peer, problem)
+                    self._control.send(peer, Refused(problem))
+                    return
+                self._control.send(peer, Welcome())
+                handler.welcomed(peer)
+            case StateChanged() as change:
+                handler.state_changed(peer, change)
+            case FatalError(reason):
+                handler.fatal_error(peer, reason)
+            case Query(what, serial):
+                self._answer(peer, what, serial, handler)
+            case StopInstance(drain_timeout, serial):
+                self._control.send(peer, Answer(serial), b"{}")
+                handler.stop_requested(drain_timeout)
+            case other:
+                log.warning("%s sent a %s, which is not for a daemon", peer, type(other).__name__)
+
+    def _answer(self, peer: ProcessName, what: str, serial: int, handler: ControlHandler) -> None:
+        try:
+            self._control.send(peer, Answer(serial), handler.answer(what))
+        except QueryError as error:
+            self._control.send(peer, Answer(serial, str(error)), b"")
+
+    def _refusal(self, hello: Hello) -> str | None:
+        if hello.version != PROTOCOL_VERSION:
+            return f"it speaks protocol {hello.version}, this daemon speaks {PROTOCOL_VERSION}"
+        if hello.config_hash != self._config_hash:
+            return "it was started with another configuration"
+        return None

@@ -1,0 +1,34 @@
+"""When to start a dead child again. No clock and no process in here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+FIRST_DELAY_SECONDS: Final = 0.1
+MAX_DELAY_SECONDS: Final = 10.0
+HEALTHY_SECONDS: Final = 60.0
+"""A child that lived that long starts with a short delay again."""
+DEATHS_AT_START: Final = 3
+"""Deaths of one child before the instance has ever been ready that fail the start."""
+
+
+@dataclass
+class RestartPolicy:
+    """Exponential back-off for one child."""
+
+    deaths: int = 0
+    """Since it last was healthy."""
+
+    def died(self, alive_seconds: float) -> float:
+        """Take note of a death; returns the seconds to wait before the next start."""
+        if alive_seconds >= HEALTHY_SECONDS:
+            self.deaths = 0
+        self.deaths += 1
+        # Bounded exponent: a float overflows after a thousand deaths.
+        return min(FIRST_DELAY_SECONDS * 2.0 ** min(self.deaths - 1, 32), MAX_DELAY_SECONDS)
+
+    @property
+    def looping_at_start(self) -> bool:
+        """Whether a start should be given up because of this child."""
+        return self.deaths >= DEATHS_AT_START

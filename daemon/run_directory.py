@@ -1,0 +1,236 @@
+"""The run directory of an instance: where it is, who owns it, what is in it.
+
+The lock comes before everything else: a second bind of an `ipc://` path succeeds and silently
+steals the socket, so only the holder of the lock may bind. The kernel frees the lock when its
+holder dies, which is also how `stop` knows that an instance is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import signal
+import stat
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from daemon.errors import ConfigurationError, DeepInferError
+from transport.sockets import Endpoints
+
+LOCK_FILE: Final = "lock"
+PID_FILE: Final = "daemon.pid"
+CHILDREN_FILE: Final = "children.json"
+LOG_FILE: Final = "deepinfer.log"
+OWN_FILES: Final = (
+    "router.sock", "control.sock", "telemetry.sock", CHILDREN_FILE, PID_FILE, LOG_FILE,
+)  # fmt: skip
+_LEFTOVER_SECONDS: Final = 10.0
+
+
+def choose_run_directory(instance: str, wanted: Path | None) -> Path:
+    """The run directory of `instance`: `wanted`, else the first place that fits (see --run-dir).
+
+    Raises:
+        ConfigurationError: a socket path in it would be too long.
+    """
+    path = Path(os.path.abspath(wanted)) if wanted is not None else _default_directory(instance)
+    problem = Endpoints(str(path)).path_problem()
+    if problem is not None:
+        raise ConfigurationError(problem[0].upper() + problem[1:] + ".")
+    return path
+
+
+def _default_directory(instance: str) -> Path:
+    from_systemd = os.environ.get("RUNTIME_DIRECTORY", "")
+    if from_systemd:
+        return Path(from_systemd.split(":")[0])
+    user_dir = os.environ.get("XDG_RUNTIME_DIR", "")
+    if os.path.isabs(user_dir) and os.access(user_dir, os.W_OK):
+        return Path(user_dir) / "deepinfer" / instance
+    if os.geteuid() == 0 and os.access("/run", os.W_OK):
+        return Path("/run/deepinfer") / instance
+    temporary = os.environ.get("TMPDIR") or "/tmp"
+    return Path(temporary) / f"deepinfer-{os.geteuid()}" / instance
+
+
+def running_pid(path: Path) -> int | None:
+    """Pid of the daemon that holds the run directory's lock, or None if nobody does.
+
+    Raises:
+        DeepInferError: the directory belongs to another user.
+    """
+    try:
+        with (path / LOCK_FILE).open("r+b") as lock:
+            # Only asks: taking the lock to test it would make a start at this moment fail.
+            answer = fcntl.fcntl(lock, fcntl.F_OFD_GETLK, _whole_file_lock(fcntl.F_WRLCK))
+            if struct.unpack_from("h", answer)[0] != fcntl.F_UNLCK:
+                return _read_pid(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DeepInferError(
+            f"The run directory {path} cannot be read ({error.strerror}): run this as its owner."
+        ) from error
+    return None
+
+
+def _read_pid(path: Path) -> int:
+    """0 while the daemon has locked the directory but not yet written its pid."""
+    try:
+        return int((path / PID_FILE).read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def make_run_directory(path: Path) -> None:
+    """Create the directory, mode 0700, or check that the one there is ours.
+
+    Raises:
+        DeepInferError: it cannot be made, or another user owns or may enter it.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+        path.mkdir(exist_ok=True, mode=0o700)
+        status = path.stat()
+        if status.st_uid != os.geteuid():
+            raise DeepInferError(
+                f"The run directory {path} belongs to user {status.st_uid}: "
+                "choose another one with --run-dir."
+            )
+        if stat.S_IMODE(status.st_mode) & 0o077:
+            path.chmod(0o700)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(13, "permission denied")
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise DeepInferError(
+            f"The run directory {path} cannot be used ({reason}): "
+            "choose a writable one with --run-dir."
+        ) from error
+
+
+@dataclass
+class RunDirectory:
+    """The locked directory of this daemon's instance. Close it to remove what is in it."""
+
+    path: Path
+    _lock_fd: int
+
+    @classmethod
+    def lock(cls, path: Path, instance: str) -> RunDirectory:
+        """Create and lock the directory, end and remove what an earlier daemon left in it.
+
+        Raises:
+            DeepInferError: the instance runs already, or the directory cannot be used.
+        """
+        make_run_directory(path)
+        lock_fd = _take_lock(path, instance)
+        directory = cls(path, lock_fd)
+        try:
+            _end_leftover_children(path)
+            directory._remove_files(keep=(LOG_FILE,))
+            (path / PID_FILE).write_text(f"{os.getpid()}\n")
+        except BaseException:
+            directory.close()
+            raise
+        return directory
+
+    def record_children(self, pids: list[int]) -> None:
+        """Remember the children, so that the next daemon can wait for them if this one is killed."""
+        rows = []
+        for pid in pids:
+            with contextlib.suppress(psutil.Error):
+                rows.append([pid, psutil.Process(pid).create_time()])
+        temporary = self.path / f"{CHILDREN_FILE}.new"
+        temporary.write_text(json.dumps(rows))
+        temporary.replace(self.path / CHILDREN_FILE)
+
+    def close(self) -> None:
+        """Remove our files and the directory, then free the lock. Idempotent."""
+        if self._lock_fd < 0:
+            return
+        self._remove_files()
+        with contextlib.suppress(OSError):
+            (self.path / LOCK_FILE).unlink()
+        # Fails where others have files in it, or where systemd owns the parent: both are fine.
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+        os.close(self._lock_fd)
+        self._lock_fd = -1
+
+    def _remove_files(self, keep: tuple[str, ...] = ()) -> None:
+        for name in OWN_FILES:
+            if name not in keep:
+                with contextlib.suppress(OSError):
+                    (self.path / name).unlink()
+
+
+def _whole_file_lock(kind: int) -> bytes:
+    """A C `struct flock`: type, whence, start, length, pid."""
+    return struct.pack("hhqqi0q", kind, os.SEEK_SET, 0, 0, 0)
+
+
+def _take_lock(path: Path, instance: str) -> int:
+    lock_path = path / LOCK_FILE
+    while True:
+        lock_fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.fcntl(lock_fd, fcntl.F_OFD_SETLK, _whole_file_lock(fcntl.F_WRLCK))
+        except (BlockingIOError, PermissionError):
+            os.close(lock_fd)
+            raise DeepInferError(already_running(instance, _read_pid(path))) from None
+        # The last holder may have removed the file between our open and our lock.
+        try:
+            if os.path.samestat(os.fstat(lock_fd), os.stat(lock_path)):
+                return lock_fd
+        except FileNotFoundError:
+            make_run_directory(path)
+        os.close(lock_fd)
+
+
+def already_running(instance: str, pid: int) -> str:
+    """The sentence for a second start."""
+    process = f" (process {pid})" if pid else ""
+    return (
+        f"Instance {instance!r} is already running{process}: stop it with "
+        f"`deepinfer stop --instance {instance}`, or start another one with --instance NAME."
+    )
+
+
+def _end_leftover_children(path: Path) -> None:
+    """Wait for the children of a killed daemon; the kernel is about to end them. Then insist."""
+    try:
+        rows = json.loads((path / CHILDREN_FILE).read_text())
+    except (OSError, ValueError):
+        return
+    for pid, created in rows:
+        try:
+            if psutil.Process(pid).create_time() != created:
+                continue
+            pidfd = os.pidfd_open(pid)
+        except (psutil.Error, OSError):
+            continue
+        try:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            if not _exited(pidfd, _LEFTOVER_SECONDS):
+                raise DeepInferError(
+                    f"Process {pid}, left over from a killed daemon, does not end: "
+                    "wait for it or restart the machine."
+                )
+        except ProcessLookupError:
+            continue
+        finally:
+            os.close(pidfd)
+
+
+def _exited(pidfd: int, seconds: float) -> bool:
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(seconds * 1000))

@@ -5,12 +5,14 @@
   answer is not lost to a reset.
 * An HTTP/1.0 client gets no chunk sizes: a stream ends with the connection.
 * A client that goes away is noticed also while further requests wait on its connection.
+* What the kernel buffers for a client that does not read is bounded.
 * The application may cut a connection at once (`ABORT` in the scope's extensions).
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any, cast
 
 from uvicorn._types import ASGI3Application, ASGISendEvent
@@ -27,6 +29,10 @@ from frontend.errors import ApiError
 ABORT = "deepinfer.abort"
 LINGER_SECONDS = 2.0
 """How long a refused client may go on sending before the connection is cut."""
+
+UNSENT_BYTES = 131_072
+"""Unsent bytes that the kernel takes of a connection. Its own bound is several megabytes: a slow
+reader would be noticed far too late."""
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -52,6 +58,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected; one that never says anything is cut like an idle one."""
         super().connection_made(transport)
+        connection = transport.get_extra_info("socket")
+        if connection is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )

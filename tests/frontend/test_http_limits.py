@@ -1,0 +1,235 @@
+"""Limits, keys, ids and states: what is answered before any prompt is looked at."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import socket
+import time
+import zlib
+
+import pytest
+
+from transport.messages import Submit
+
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "Hi"}]}
+RAW = json.dumps(BODY).encode()
+
+
+def talk(server, data: bytes, seconds: float = 10.0) -> bytes:
+    """Send bytes, read until the server closes."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=seconds) as connection:
+        connection.sendall(data)
+        received = b""
+        while piece := connection.recv(65536):
+            received += piece
+        return received
+
+
+def head(*lines: bytes, path: bytes = CHAT.encode()) -> bytes:
+    return b"\r\n".join([b"POST %s HTTP/1.1" % path, b"Host: x", *lines]) + b"\r\n\r\n"
+
+
+@pytest.mark.parametrize("method", ["POST", "DELETE"])
+def test_unknown_paths_and_methods(serve, request_http, method):
+    server = serve()
+    answer = request_http(server, method, "/nowhere", RAW)
+    assert (answer.status, answer.json["error"]["type"]) == (404, "not_found_error")
+    answer = request_http(server, "GET", CHAT)
+    assert (answer.status, answer.headers["allow"]) == (405, "POST")
+    assert request_http(server, "POST", CHAT + "/", BODY).status == 200
+
+
+@pytest.mark.parametrize(
+    ("content_type", "status"),
+    [
+        ("application/json", 200),
+        ("Application/JSON ; charset=\"UTF-8\"", 200),
+        ("application/json; charset=latin-1", 415),
+        ("text/plain", 415),
+        ("application/x-www-form-urlencoded", 415),
+        (";;;", 415),
+    ],
+)
+def test_content_types(serve, request_http, content_type, status):
+    answer = request_http(serve(), "POST", CHAT, RAW, {"Content-Type": content_type})
+    assert answer.status == status
+
+
+def raw_deflate(data: bytes) -> bytes:
+    packer = zlib.compressobj(wbits=-15)
+    return packer.compress(data) + packer.flush()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "data", "status"),
+    [
+        ("gzip", gzip.compress(RAW), 200),
+        ("X-GZIP", gzip.compress(RAW), 200),
+        ("deflate", zlib.compress(RAW), 200),
+        ("deflate", raw_deflate(RAW), 200),
+        ("identity", RAW, 200),
+        ("gzip", RAW, 400),
+        ("gzip", gzip.compress(RAW)[:-9], 400),
+        ("gzip", gzip.compress(RAW) + b"x", 400),
+        ("gzip", b"", 400),
+        ("gzip, gzip", gzip.compress(RAW), 415),
+        ("br", RAW, 415),
+        ("gzip", gzip.compress(b" " * (9 << 20)), 413),
+    ],
+)
+def test_content_encodings(serve, request_http, encoding, data, status):
+    answer = request_http(serve(), "POST", CHAT, data, {"Content-Encoding": encoding})
+    assert answer.status == status
+    if status != 200:
+        assert answer.json["error"]["message"]
+
+
+def test_announced_bodies_are_refused_before_they_are_sent(serve):
+    server = serve()
+    lines = (b"Expect: 100-continue", b"Content-Length: 10000000000")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(head(*lines))
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(head(b"Expect: 100-continue", b"Content-Length: %d" % len(RAW)))
+        assert connection.recv(4096).startswith(b"HTTP/1.1 100 Continue")
+        connection.sendall(RAW)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+def test_a_body_that_grows_too_large_is_refused(serve, request_http):
+    server = serve(max_body_bytes=100_000)
+    data = b"".join(b"%x\r\n%s\r\n" % (50_000, b" " * 50_000) for _ in range(3)) + b"0\r\n\r\n"
+    answer = talk(server, head(b"Transfer-Encoding: chunked") + data)
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert b"larger than 100000 bytes" in answer
+    assert request_http(server, "POST", CHAT, b" " * 100_001).status == 413
+
+
+def test_slow_bodies_and_heads_time_out(serve):
+    server = serve(body_seconds=0.3)
+    assert talk(server, head(b"Content-Length: 50") + b"{").startswith(b"HTTP/1.1 408")
+    assert talk(server, b"POST / HTTP/1.1\r\nHost:").startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize("size", [70_000, 600_000])
+def test_large_heads_are_refused(serve, size):
+    answer = talk(serve(), head(b"X-Big: " + b"a" * size, b"Content-Length: 0"))
+    assert answer.startswith(b"HTTP/1.1 431")
+    assert b'"error"' in answer
+
+
+def test_what_is_no_http_gets_an_error_object(serve):
+    answer = talk(serve(), b"\x16\x03\x01\x00\xa5\x01\x00\x00" * 10)
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b'"invalid_request_error"' in answer
+
+
+def test_old_clients_get_no_chunks(serve):
+    server = serve()
+    body = json.dumps({**BODY, "stream": True}).encode()
+    request = head(b"Content-Length: %d" % len(body)).replace(b"HTTP/1.1", b"HTTP/1.0") + body
+    answer = talk(server, request)
+    top, _, events = answer.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in top.lower()
+    assert events.endswith(b"data: [DONE]\n\n")
+    assert events.startswith(b"data: ")
+
+
+def test_api_keys(serve, request_http, tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("# ours\nsecret-one\n\nsecret-two\n")
+    server = serve(api_keys_file=str(path))
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"x-api-key": "secret"}):
+        answer = request_http(server, "POST", CHAT, BODY, headers)
+        assert (answer.status, answer.json["error"]["code"]) == (401, "invalid_api_key")
+    for headers in ({"Authorization": "bearer secret-two"}, {"x-api-key": "secret-one"}):
+        assert request_http(server, "POST", CHAT, BODY, headers).status == 200
+    assert request_http(server, "GET", "/v1/models").status == 401
+    assert request_http(server, "GET", "/health").status == 200
+    assert request_http(server, "GET", "/ready").status == 200
+    assert len(server.router.of_kind(Submit)) == 2
+
+
+def test_request_ids_come_back(serve, request_http):
+    server = serve()
+    answer = request_http(server, "GET", "/health", headers={"X-Request-Id": "abc-1.2"})
+    assert answer.headers["x-request-id"] == "abc-1.2"
+    for bad in ("x" * 200, "a b", "", "a\tb"):
+        answer = request_http(server, "GET", "/health", headers={"X-Request-Id": bad})
+        assert len(answer.headers["x-request-id"]) == 32
+
+
+def test_not_ready_and_draining(serve, request_http):
+    server = serve()
+    server.call(lambda: server.gate.set_state("starting", "rank 1 loads its weights"))
+    answer = request_http(server, "POST", CHAT, BODY)
+    assert (answer.status, answer.headers["retry-after"]) == (503, "3")
+    assert "rank 1 loads its weights" in answer.json["error"]["message"]
+    ready = request_http(server, "GET", "/ready")
+    assert (ready.status, ready.json["reason"]) == (503, "rank 1 loads its weights")
+    assert request_http(server, "GET", "/health").status == 200
+    server.call(lambda: server.gate.set_state("ready", ""))
+    assert request_http(server, "GET", "/ready").status == 200
+    server.call(server.gate.drain)
+    assert request_http(server, "GET", "/ready").json["state"] == "draining"
+    assert request_http(server, "POST", CHAT, BODY).status == 503
+    assert server.metrics.read_counters()["admission_rejections"] == [
+        (("not_ready",), 1.0),
+        (("draining",), 1.0),
+    ]
+
+
+def test_running_requests_can_be_ended(serve, request_http, script_class):
+    from frontend.errors import ApiError
+
+    server = serve(script_class(hang_after=2))
+    import threading
+
+    answers = []
+    for stream in (True, False):
+        body = {**BODY, "stream": stream}
+        thread = threading.Thread(
+            target=lambda body=body: answers.append(request_http(server, "POST", CHAT, body))
+        )
+        thread.start()
+        server.wait_for(lambda: len(server.services.jobs) == 1)
+        time.sleep(0.05)
+        server.call(lambda: server.services.end_all(ApiError(503, "Shutting down.")))
+        thread.join(10)
+    assert answers[0].events[-1]["error"]["message"] == "Shutting down."
+    assert answers[1].status == 503
+    server.wait_for(lambda: not server.services.jobs)
+
+
+def test_tokenize_and_detokenize(serve, request_http):
+    server = serve()
+    answer = request_http(server, "POST", "/tokenize", {"prompt": "Aé"}).json
+    assert answer == {"tokens": [65, 0xC3, 0xA9], "count": 3, "max_model_len": 4096}
+    answer = request_http(server, "POST", "/detokenize", {"tokens": answer["tokens"]}).json
+    assert answer["prompt"] == answer["content"] == "Aé"
+    assert request_http(server, "POST", "/detokenize", {"tokens": [300]}).status == 400
+
+
+def test_daemon_answers(serve, request_http):
+    server = serve()
+    assert request_http(server, "GET", "/metrics").body == b"answer to metrics"
+    assert request_http(server, "GET", "/deepinfer/metrics").body == b"answer to metrics"
+    assert request_http(server, "GET", "/deepinfer/state").body == b"answer to state"
+
+
+def test_the_access_log_has_counts_and_no_text(serve, request_http, caplog):
+    caplog.set_level(logging.INFO, logger="frontend.access")
+    server = serve()
+    request_http(server, "POST", CHAT, BODY, {"x-request-id": "r-1"})
+    request_http(server, "GET", "/secret-path")
+    server.wait_for(lambda: len(caplog.records) >= 2)
+    line, unknown = (record.getMessage() for record in caplog.records[:2])
+    assert line.startswith(f"POST {CHAT} 200 id=r-1 prompt=")
+    for word in ("completion=26", "cached=0", "finish=stop", "first_token=", "total="):
+        assert word in line
+    assert "Grü" not in line
+    assert "secret" not in unknown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -81,11 +82,10 @@ class ChildProcess:
     def _write_settings(self) -> None:
         # Shorter than the pipe's buffer, so this never blocks.
         assert self._popen.stdin is not None
-        try:
+        # A child that died at once is noticed by its pidfd.
+        with contextlib.suppress(BrokenPipeError):
             self._popen.stdin.write(self.spec.settings + b"\n")
             self._popen.stdin.flush()
-        except BrokenPipeError:
-            pass  # It died at once; the exit is noticed by its pidfd.
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal; does nothing if the child has ended."""
@@ -101,10 +101,8 @@ class ChildProcess:
             os.close(self.pidfd)
             self.pidfd = -1
             assert self._popen.stdin is not None
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 self._popen.stdin.close()
-            except BrokenPipeError:
-                pass
 
 
 def describe_exit(code: int) -> str:

@@ -40,7 +40,7 @@ def choose_run_directory(instance: str, wanted: Path | None) -> Path:
     Raises:
         ConfigurationError: a socket path in it would be too long.
     """
-    path = Path(os.path.abspath(wanted)) if wanted is not None else _default_directory(instance)
+    path = wanted.absolute() if wanted is not None else _default_directory(instance)
     problem = Endpoints(str(path)).path_problem()
     if problem is not None:
         raise ConfigurationError(problem[0].upper() + problem[1:] + ".")
@@ -52,7 +52,7 @@ def _default_directory(instance: str) -> Path:
     if from_systemd:
         return Path(from_systemd.split(":")[0])
     user_dir = os.environ.get("XDG_RUNTIME_DIR", "")
-    if os.path.isabs(user_dir) and os.access(user_dir, os.W_OK):
+    if user_dir.startswith("/") and os.access(user_dir, os.W_OK):
         return Path(user_dir) / "deepinfer" / instance
     if os.geteuid() == 0 and os.access("/run", os.W_OK):
         return Path("/run/deepinfer") / instance
@@ -188,7 +188,7 @@ def _take_lock(path: Path, instance: str) -> int:
             raise DeepInferError(already_running(instance, _read_pid(path))) from None
         # The last holder may have removed the file between our open and our lock.
         try:
-            if os.path.samestat(os.fstat(lock_fd), os.stat(lock_path)):
+            if os.path.samestat(os.fstat(lock_fd), lock_path.stat()):
                 return lock_fd
         except FileNotFoundError:
             make_run_directory(path)

@@ -34,6 +34,8 @@ class Child:
     """What it last said; None: not heard of since its start."""
     detail: str = ""
     snapshot: Snapshot | None = None
+    last_snapshot: Snapshot | None = None
+    """As `snapshot`, but outlives the process: what it had counted must not be lost."""
     snapshot_at: float = 0.0
     progress_at: float = 0.0
     """When its progress counter was last seen to grow."""

@@ -1,0 +1,53 @@
+"""The entry point `deepinfer`: which commands there are, and how their errors end."""
+
+from __future__ import annotations
+
+import sys
+
+from cyclopts import App
+from rich.console import Console
+
+from daemon.cli.config_show import config_app
+from daemon.cli.inspect import inspect_app
+from daemon.cli.serve import serve
+from daemon.cli.start import start
+from daemon.cli.status import status
+from daemon.cli.stop import stop
+from daemon.cli.top import top
+from daemon.config_sources import SOURCES
+from daemon.errors import EXIT_USAGE, DeepInferError
+
+app = App(
+    name="deepinfer",
+    help="Serve large language models over the OpenAI API.",
+    config=SOURCES,
+    help_on_error=False,
+)
+app.command(serve)
+app.command(start)
+app.command(stop)
+app.command(status)
+app.command(config_app)
+app.command(inspect_app)
+app.command(top)
+
+
+def main() -> None:
+    """Run the command line; errors are one sentence and an exit code."""
+    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    try:
+        app(sys.argv[1:], exit_on_error=False, print_error=True, error_console=errors)
+    except DeepInferError as error:
+        errors.print(f"deepinfer: {error}", style="red", markup=False)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        # cyclopts has printed its own errors; anything else is a defect and shows its traceback.
+        if type(error).__module__.startswith("cyclopts"):
+            sys.exit(EXIT_USAGE)
+        raise
+
+
+if __name__ == "__main__":
+    main()

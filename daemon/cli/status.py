@@ -1,0 +1,56 @@
+"""`deepinfer status`: is the instance alive, and does it serve?"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import msgspec
+from cyclopts import Parameter
+from rich.console import Console
+
+from daemon.config import ConfigFile, InstanceName, RunDir
+from daemon.errors import EXIT_FAILED
+from daemon.inspection_client import InspectionClient
+from daemon.run_directory import choose_run_directory
+
+ASK_SECONDS = 5.0
+
+
+class _Status(msgspec.Struct):
+    """The part of the answer that is shown."""
+
+    state: str
+    reason: str
+    url: str
+    model: str
+    pid: int
+    uptime_seconds: float
+
+
+def status(
+    *,
+    instance: InstanceName = "default",
+    run_dir: RunDir = None,
+    config: ConfigFile = None,
+    json: Annotated[bool, Parameter(help="Print the answer as JSON.")] = False,
+) -> None:
+    """Say whether the instance runs and serves. Exit code 0: it serves; 1: it does not."""
+    del config  # read by the command line, for its --instance and --run-dir
+    path = choose_run_directory(instance, run_dir)
+    with InspectionClient(path, instance) as client:
+        answer = client.ask("status", ASK_SECONDS)
+    found = msgspec.json.decode(answer, type=_Status)
+    console = Console(highlight=False, soft_wrap=True)
+    if json:
+        console.print(answer.decode(), markup=False)
+    else:
+        colour = "green" if found.state == "ready" else "yellow"
+        console.print(
+            f"[bold {colour}]{found.state}[/]  {instance}  {found.model} at {found.url}  "
+            f"(process {found.pid}, up {found.uptime_seconds:.0f} s)"
+        )
+        if found.reason:
+            console.print(found.reason, markup=False)
+    if found.state != "ready":
+        sys.exit(EXIT_FAILED)

@@ -1,0 +1,299 @@
+"""The daemon's main loop: one instance from its first process to its last file.
+
+`starting -> ready <-> degraded -> draining -> (terminated, killed) -> gone`. One thread, one poller
+over the control and telemetry sockets, the children's pidfds and the signals; nothing here waits for
+anything else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import zmq
+
+from daemon.control_server import ControlServer
+from daemon.errors import DeepInferError
+from daemon.instance_view import InstanceView
+from daemon.listen import base_url
+from daemon.metrics import MetricsExporter
+from daemon.role_settings import InstancePlan
+from daemon.sd_notify import ServiceManager, watchdog_seconds
+from daemon.state_report import answer
+from daemon.stop_signals import StopSignals
+from daemon.supervisor import Child, Death, Supervisor
+from transport.ids import ProcessName
+from transport.messages import (
+    Drain,
+    Hello,
+    InstanceState,
+    InstanceStatus,
+    PeerLost,
+    Snapshot,
+    StateChanged,
+)
+
+TURN_SECONDS: Final = 0.5
+"""Longest sleep of the main loop: timers are at most this late."""
+TERMINATE_SECONDS: Final = 5.0
+"""From SIGTERM to SIGKILL."""
+KILL_SECONDS: Final = 20.0
+"""From SIGKILL until we say that a process does not end (a GPU takes seconds to let go)."""
+EXTEND_SECONDS: Final = 60.0
+"""How much longer systemd is asked to wait while the instance loads."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Stop:
+    """A stop under way."""
+
+    drain_deadline: float
+    began: float
+    idle_snapshots: int = 0
+    terminated: float | None = None
+    killed: float | None = None
+
+
+class Instance:
+    """Runs one instance. Owns the supervisor and, given to it, the control server."""
+
+    def __init__(
+        self,
+        plan: InstancePlan,
+        supervisor: Supervisor,
+        server: ControlServer,
+        port: int,
+        on_ready: Callable[[str], None],
+    ) -> None:
+        """`on_ready` is called once, with the instance's URL, when it first serves."""
+        self._plan = plan
+        self._supervisor = supervisor
+        self._server = server
+        self._url = base_url(plan.config.host, port)
+        self._on_ready = on_ready
+        self._service = ServiceManager()
+        self._watchdog = watchdog_seconds()
+        self._exporter = MetricsExporter()
+        self._started_at = time.monotonic()
+        self._was_ready = False
+        self._told: tuple[InstanceState, str] = ("starting", "the processes are being started")
+        self._stop: _Stop | None = None
+        self._failure: str | None = None
+
+    def run(self, signals: StopSignals) -> None:
+        """Start everything, serve, and return when all processes are gone.
+
+        Raises:
+            DeepInferError: the instance could not start, or a process does not end.
+        """
+        try:
+            self._supervisor.start_all()
+            while self._stop is None or self._supervisor.num_alive:
+                self._wait(signals)
+                self._turn(signals)
+        finally:
+            self._supervisor.kill()
+            self._service.close()
+        if self._failure is not None:
+            raise DeepInferError(self._failure)
+
+    # ---- the loop -----------------------------------------------------------------------------
+
+    def _wait(self, signals: StopSignals) -> None:
+        poller = zmq.Poller()
+        self._server.register(poller)
+        poller.register(signals.fd, zmq.POLLIN)
+        for pidfd in self._supervisor.pidfds():
+            poller.register(pidfd, zmq.POLLIN)
+        wait = TURN_SECONDS
+        restart = self._supervisor.next_restart()
+        if restart is not None:
+            wait = min(wait, max(restart - time.monotonic(), 0.0))
+        poller.poll(round(wait * 1000))
+
+    def _turn(self, signals: StopSignals) -> None:
+        now = time.monotonic()
+        if signals.take():
+            self._begin_stop(now, self._plan.config.drain_timeout, hurry=signals.count > 1)
+        self._server.handle_incoming(self)
+        for death in self._supervisor.collect_deaths(now, not self._was_ready):
+            self._on_death(death)
+        self._supervisor.restart_due(now)
+        if self._stop is not None:
+            self._go_on_stopping(self._stop, now)
+        elif not self._was_ready and now - self._started_at > self._plan.config.start_timeout:
+            self._fail_start(
+                f"The instance was not ready after {self._plan.config.start_timeout:g} s "
+                f"({self._current_state()[1]}): raise --start-timeout or read the log."
+            )
+        self._tell_state()
+        if self._watchdog is not None:
+            self._service.watchdog()
+
+    def _on_death(self, death: Death) -> None:
+        child = death.child
+        if child.last_snapshot is not None:
+            self._exporter.process_ended(child.last_snapshot)
+            child.last_snapshot = None
+        for router in self._supervisor.by_role("router"):
+            if router.alive:
+                self._server.send(router.name, PeerLost(child.name))
+        if death.hopeless and not self._was_ready:
+            self._fail_start(f"{child.name} cannot start: {death.reason}")
+
+    def _fail_start(self, reason: str) -> None:
+        if self._stop is None:
+            self._failure = reason
+            log.error("%s", reason)
+            self._begin_stop(time.monotonic(), 0.0, hurry=True)
+
+    # ---- state --------------------------------------------------------------------------------------
+
+    def _current_state(self) -> tuple[InstanceState, str]:
+        if self._stop is not None:
+            return "draining", "the instance is stopping"
+        missing = [c for c in self._supervisor.children.values() if not c.ready]
+        if not missing:
+            return "ready", ""
+        reason = "; ".join(f"{c.name}: {_why(c)}" for c in missing[:4])
+        if len(missing) > 4:
+            reason += f"; and {len(missing) - 4} more"
+        return ("degraded" if self._was_ready else "starting"), reason
+
+    def _tell_state(self) -> None:
+        state, reason = self._current_state()
+        if (state, reason) == self._told:
+            return
+        self._told = (state, reason)
+        for frontend in self._supervisor.by_role("frontend"):
+            if frontend.alive and frontend.state is not None:
+                self._server.send(frontend.name, InstanceStatus(state, reason))
+        if state == "ready":
+            self._service.status(f"serving {self._plan.model_name} at {self._url}")
+            if not self._was_ready:
+                self._was_ready = True
+                log.info("ready after %.1f s", time.monotonic() - self._started_at)
+                self._service.ready()
+                self._on_ready(self._url)
+            else:
+                log.info("ready again")
+        else:
+            log.info("%s: %s", state, reason)
+            self._service.status(f"{state}: {reason}")
+            if not self._was_ready:
+                self._service.extend_timeout(EXTEND_SECONDS)
+
+    # ---- what the control server calls --------------------------------------------------------------
+
+    def knows(self, hello: Hello) -> str | None:
+        """Only our own children may join."""
+        child = self._supervisor.children.get(hello.name)
+        if child is None or child.process is None or child.process.pid != hello.pid:
+            return f"process {hello.pid} is not {hello.name} of this instance"
+        return None
+
+    def welcomed(self, name: ProcessName) -> None:
+        """A child has joined: tell a frontend how things are."""
+        child = self._supervisor.children[name]
+        child.state = "starting"
+        if child.spec.role == "frontend":
+            self._server.send(name, InstanceStatus(*self._told))
+
+    def state_changed(self, name: ProcessName, message: StateChanged) -> None:
+        """A child says what it is doing."""
+        child = self._supervisor.children.get(name)
+        if child is None:
+            return
+        child.state, child.detail = message.state, message.detail
+        log.info("%s is %s%s", name, message.state, message.detail and f": {message.detail}")
+
+    def fatal_error(self, name: ProcessName, reason: str) -> None:
+        """A child ends for good."""
+        child = self._supervisor.children.get(name)
+        if child is not None:
+            child.fatal = reason
+
+    def snapshot(self, snapshot: Snapshot) -> None:
+        """A child's telemetry. Late ones of a dead predecessor are not taken."""
+        child = self._supervisor.children.get(snapshot.name)
+        if child is None or child.process is None or child.process.pid != snapshot.pid:
+            return
+        now = time.monotonic()
+        if child.snapshot is None or snapshot.progress != child.snapshot.progress:
+            child.progress_at = now
+        child.snapshot = child.last_snapshot = snapshot
+        child.snapshot_at = now
+        if self._stop is not None and child.spec.role == "router":
+            self._stop.idle_snapshots += 0 if snapshot.requests else 1
+
+    def answer(self, what: str) -> bytes:
+        """Answer a question."""
+        return answer(what, self.view(), self._exporter)
+
+    def stop_requested(self, drain_timeout: float | None) -> None:
+        """`deepinfer stop`."""
+        default = self._plan.config.drain_timeout
+        self._begin_stop(time.monotonic(), default if drain_timeout is None else drain_timeout)
+
+    def view(self) -> InstanceView:
+        """What may be told of this instance."""
+        state, reason = self._current_state()
+        return InstanceView(
+            instance=self._plan.config.instance,
+            state=state,
+            reason=reason,
+            pid=os.getpid(),
+            url=self._url,
+            model_name=self._plan.model_name,
+            accelerator=self._plan.accelerator,
+            run_dir=str(self._plan.run_dir),
+            started_at=self._started_at,
+            now=time.monotonic(),
+            children=self._supervisor.children,
+        )
+
+    # ---- stopping -----------------------------------------------------------------------------------
+
+    def _begin_stop(self, now: float, drain_seconds: float, hurry: bool = False) -> None:
+        if self._stop is None:
+            log.info("stopping: no new requests; running ones get %g s", drain_seconds)
+            self._stop = _Stop(drain_deadline=now + drain_seconds, began=now)
+            self._service.stopping()
+            for child in self._supervisor.children.values():
+                if child.alive and child.spec.role in ("frontend", "router"):
+                    self._server.send(child.name, Drain())
+            if not self._was_ready:
+                self._stop.drain_deadline = now
+        if hurry:
+            self._stop.drain_deadline = now
+
+    def _go_on_stopping(self, stop: _Stop, now: float) -> None:
+        if stop.terminated is None:
+            routers = [child for child in self._supervisor.by_role("router") if child.ready]
+            # One snapshot may have been on its way when the drain began; the second is newer.
+            if stop.idle_snapshots >= 2 or not routers or now >= stop.drain_deadline:
+                stop.terminated = now
+                self._supervisor.terminate()
+        elif stop.killed is None:
+            if now - stop.terminated > TERMINATE_SECONDS:
+                left = [c.name for c in self._supervisor.children.values() if c.alive]
+                log.warning("killing what does not end: %s", ", ".join(left))
+                stop.killed = now
+                self._supervisor.kill()
+        elif now - stop.killed > KILL_SECONDS:
+            left = [c.name for c in self._supervisor.children.values() if c.alive]
+            raise DeepInferError(f"These processes do not end: {', '.join(left)}.")
+
+
+def _why(child: Child) -> str:
+    if child.fatal:
+        return child.fatal
+    if not child.alive:
+        return f"ended with {child.last_exit}" if child.last_exit else "not started"
+    return child.detail or child.state or "starting"

@@ -1,0 +1,115 @@
+"""What can be known to fail before any process is started, each as one sentence."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from daemon.accelerator import nvidia_devices
+from daemon.config import DEFAULT_MODEL, InstanceConfig
+from daemon.default_model import DefaultModelError, ensure_default_model
+from daemon.errors import ConfigurationError, DeepInferError
+
+DESCRIPTORS_BASE: Final = 256
+TOKENIZER_FILES: Final = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "tiktoken.model",
+)  # fmt: skip
+
+
+def find_model(model: str, progress: Callable[[str], None]) -> Path:
+    """Directory of the model; fetches the default one if it is not there yet.
+
+    Raises:
+        ConfigurationError: there is no such checkpoint, or it lacks files.
+        DeepInferError: the default model cannot be fetched.
+    """
+    if model.lower() == DEFAULT_MODEL.lower() and not Path(model).is_dir():
+        try:
+            return ensure_default_model(progress)
+        except DefaultModelError as error:
+            raise DeepInferError(str(error)) from error
+    path = Path(model).expanduser().absolute()
+    try:
+        if not path.exists():
+            raise ConfigurationError(
+                f"The model {path} does not exist: give a directory with a Hugging Face checkpoint "
+                f"with --model, or {DEFAULT_MODEL}."
+            )
+        if not path.is_dir():
+            raise ConfigurationError(
+                f"The model {path} is a file: give the directory that holds config.json."
+            )
+        names = {entry.name for entry in path.iterdir()}
+    except PermissionError as error:
+        raise ConfigurationError(
+            f"The model directory {path} cannot be read by this user ({error.strerror})."
+        ) from error
+    _check_files(path, names)
+    return path
+
+
+def _check_files(path: Path, names: set[str]) -> None:
+    if "config.json" not in names:
+        snapshots = sorted(path.glob("snapshots/*/config.json"))
+        hint = f" Did you mean {snapshots[-1].parent}?" if snapshots else ""
+        raise ConfigurationError(
+            f"The model directory {path} has no config.json: it is no Hugging Face checkpoint.{hint}"
+        )
+    if not names.intersection(TOKENIZER_FILES):
+        raise ConfigurationError(f"The model directory {path} has no tokenizer (tokenizer.json).")
+
+
+def check_weights(path: Path) -> None:
+    """Whether there are weights at all.
+
+    Raises:
+        ConfigurationError: there is no *.safetensors or *.bin file.
+    """
+    if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+        raise ConfigurationError(
+            f"The model directory {path} has no weights (*.safetensors): fetch them, or run with "
+            "--load-format dummy."
+        )
+
+
+def check_devices(config: InstanceConfig, accelerator: str) -> None:
+    """Whether each rank gets a GPU.
+
+    Raises:
+        ConfigurationError: there are fewer GPUs than workers.
+    """
+    if accelerator == "nvidia" and len(nvidia_devices()) < config.dp:
+        raise ConfigurationError(
+            f"--dp {config.dp} needs {config.dp} GPUs, but {len(nvidia_devices())} can be used: "
+            "lower --dp, or set DEEPINFER_ACCELERATOR=cpu."
+        )
+
+
+def raise_descriptor_limit(config: InstanceConfig) -> None:
+    """Lift the soft limit on open files to the hard one; children inherit it.
+
+    Raises:
+        DeepInferError: even the hard limit is too low.
+    """
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS_BASE + 2 * config.max_waiting
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise DeepInferError(
+            f"Only {hard} files may be open, but {wanted} are needed for --max-waiting "
+            f"{config.max_waiting}: raise the limit (ulimit -n) or lower --max-waiting."
+        )
+    limit = min(hard, 1 << 20) if hard != resource.RLIM_INFINITY else 1 << 20
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def check_keys_file(path: Path | None) -> None:
+    """Whether the API keys can be read.
+
+    Raises:
+        ConfigurationError: they cannot.
+    """
+    if path is not None and not os.access(path, os.R_OK):
+        raise ConfigurationError(f"The API keys file {path} cannot be read: check --api-keys-file.")

@@ -1,0 +1,37 @@
+"""SIGTERM and SIGINT as something that a poller can wait for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from types import FrameType
+
+
+class StopSignals:
+    """Counts the signals that ask the daemon to stop. Install on the main thread."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.count = 0
+        """How often somebody has asked."""
+        self._previous = {
+            number: signal.signal(number, self._handle)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        }
+
+    def take(self) -> bool:
+        """Whether signals have come since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            return os.eventfd_read(self.fd) > 0
+        return False
+
+    def close(self) -> None:
+        """Put the former handlers back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        os.close(self.fd)
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        self.count += 1
+        os.eventfd_write(self.fd, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
@@ -121,7 +121,7 @@ class FrontendApp:
         if not has_started:
             await send_error(send, receive, call, error)
             return
-        abort = _extension(scope, ABORT)
+        abort = scope.get("extensions", {}).get(ABORT)
         if abort is not None:
             abort()
 
@@ -143,7 +143,3 @@ def _as_api_error(status: int, headers: Mapping[str, str] | None) -> ApiError:
             headers=((b"allow", allowed.encode()),),
         )
     return ApiError(status, "There is nothing at this path." if status == 404 else "Refused.")
-
-
-def _extension(scope: Scope, name: str) -> Any:  # noqa: ANN401 - ASGI leaves its type open
-    return scope.get("extensions", {}).get(name)

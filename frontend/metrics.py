@@ -24,9 +24,7 @@ class FrontendMetrics:
         self._connections = metrics.gauge("http_connections")
         self._active = metrics.gauge("http_requests_active")
 
-    def saw_tokens(
-        self, choice: ChoiceStream, received_at: float, now: float, count: int
-    ) -> None:
+    def saw_tokens(self, choice: ChoiceStream, received_at: float, now: float, count: int) -> None:
         """`count` tokens of a choice came at `now`."""
         if choice.last_at:
             self._between_tokens.observe_many((now - choice.last_at) / max(count, 1), count)

@@ -145,7 +145,9 @@ class RouterClient:
                 self.refusal = reason
                 self.welcomed.set()
             case other:
-                log.warning("the router sent a %s, which is not for a frontend", type(other).__name__)
+                log.warning(
+                    "the router sent a %s, which is not for a frontend", type(other).__name__
+                )
 
     def _on_tokens(self, batch: TokenBatch, frames: list[zmq.Frame]) -> None:
         now = time.monotonic()

@@ -32,9 +32,7 @@ class RouterLineError(RuntimeError):
 class RouterLine:
     """Owner of the router's socket and of its monitor."""
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], settings: ProcessSettings
-    ) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], settings: ProcessSettings) -> None:
         self._settings = settings
         self._dealer = DealerSocket(context, Endpoints(settings.run_dir).router, settings.name)
         self._monitor = self._dealer.socket.get_monitor_socket(int(_WATCHED))
@@ -62,6 +60,7 @@ class RouterLine:
         self._client = client
         self._reader = AsyncDealer(self._dealer, on_message)
         self._loop.add_reader(self._monitor_fd, self._on_event)
+        self._on_event()  # the descriptor signals only what comes after a first look
         self._greet()
         seconds = self._settings.connect_seconds
         try:
@@ -88,9 +87,7 @@ class RouterLine:
     def _greet(self) -> None:
         settings = self._settings
         self.send(
-            Hello(
-                PROTOCOL_VERSION, settings.role, settings.name, os.getpid(), settings.config_hash
-            )
+            Hello(PROTOCOL_VERSION, settings.role, settings.name, os.getpid(), settings.config_hash)
         )
 
     def _on_event(self) -> None:

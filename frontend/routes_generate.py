@@ -118,9 +118,7 @@ class _GenerateEndpoint:
         if reply.early_error is not None:
             raise reply.early_error
         reply.begin()
-        await send(
-            {"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)}
-        )
+        await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
         while True:
             is_last = buffer.is_drained
             await send({"type": "http.response.body", "body": data, "more_body": not is_last})

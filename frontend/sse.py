@@ -11,7 +11,11 @@ _MARK = "\x00text\x00"
 _encode = msgspec.json.Encoder().encode
 _ENCODED_MARK = _encode(_MARK)
 # Legal in JSON, but several clients split lines at them.
-_LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
+_LINE_ENDS = (
+    (b"\xc2\x85", b"\\u0085"),
+    (b"\xe2\x80\xa8", b"\\u2028"),
+    (b"\xe2\x80\xa9", b"\\u2029"),
+)
 
 
 def json_text(text: str) -> bytes:

@@ -79,7 +79,7 @@ def _read_stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
     inner = Fields(options, "stream_options")
     inner.boolean("include_obfuscation")
     continuous = inner.boolean("continuous_usage_stats")
-    return inner.boolean("include_usage") or continuous, continuous
+    return inner.boolean("include_usage"), continuous
 
 
 def _read_sampling(

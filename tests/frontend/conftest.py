@@ -139,9 +139,7 @@ class FakeRouter:
     def deliver(self, message: Message, *frames: bytes) -> None:
         header = zmq.Frame(encode_header(message))
         payload = [zmq.Frame(bytes(frame)) for frame in frames]
-        self.client.handle(
-            Received(decode_header(header), header, payload, ProcessName("router"))
-        )
+        self.client.handle(Received(decode_header(header), header, payload, ProcessName("router")))
 
     def is_cancelled(self, request_id: RequestId, index: int) -> bool:
         return (request_id, index) in self.cancelled or (request_id, -1) in self.cancelled
@@ -216,9 +214,7 @@ def fail(request_id: RequestId, error: RequestFailed) -> RequestFailed:
 def frontend_settings(**changes: object) -> FrontendSettings:
     """Settings of a test's frontend."""
     values = {
-        "process": ProcessSettings(
-            ProcessName("frontend/0"), "frontend", "t", "/tmp", 1, "hash"
-        ),
+        "process": ProcessSettings(ProcessName("frontend/0"), "frontend", "t", "/tmp", 1, "hash"),
         "listen_fd": -1,
         "model_dir": "",
         "model_name": MODEL,

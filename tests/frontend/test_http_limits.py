@@ -46,7 +46,7 @@ def test_unknown_paths_and_methods(serve, request_http, method):
     ("content_type", "status"),
     [
         ("application/json", 200),
-        ("Application/JSON ; charset=\"UTF-8\"", 200),
+        ('Application/JSON ; charset="UTF-8"', 200),
         ("application/json; charset=latin-1", 415),
         ("text/plain", 415),
         ("application/x-www-form-urlencoded", 415),

@@ -32,7 +32,9 @@ def scan(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
 LETTERS = st.text("abé🌍", max_size=30)
 
 
-@given(st.lists(LETTERS, max_size=8), st.lists(st.text("abé🌍", min_size=1, max_size=5), max_size=4))
+@given(
+    st.lists(LETTERS, max_size=8), st.lists(st.text("abé🌍", min_size=1, max_size=5), max_size=4)
+)
 def test_the_cut_does_not_depend_on_the_pieces(pieces, stops):
     stops = stops or ["ab"]
     assert scan(pieces, stops) == cut_letter_by_letter("".join(pieces), stops)

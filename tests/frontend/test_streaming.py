@@ -34,7 +34,9 @@ def test_chat_stream_equals_whole_answer(serve, request_http, script_class, per_
     body = {"messages": MESSAGES, "stop": stop}
     whole = request_http(server, "POST", CHAT, body).json
     stream = request_http(server, "POST", CHAT, {**body, "stream": True})
-    expected = TEXT if stop in (None, ["zzz"]) else TEXT[: TEXT.index(stop[0 if "aus" in stop else 1])]
+    expected = (
+        TEXT if stop in (None, ["zzz"]) else TEXT[: TEXT.index(stop[0 if "aus" in stop else 1])]
+    )
     assert whole["choices"][0]["message"]["content"] == expected
     assert streamed_text(stream) == expected
     assert finish_reasons(stream) == ["stop"] == [whole["choices"][0]["finish_reason"]]
@@ -64,7 +66,7 @@ def test_usage_counts_tokens_not_text(serve, request_http, script_class):
     options = {"stream": True, "stream_options": {"include_usage": True}}
     last = request_http(server, "POST", COMPLETIONS, {**body, **options}).events[-1]
     assert (last["choices"], last["usage"]) == ([], whole["usage"])
-    options["stream_options"] = {"continuous_usage_stats": True}
+    options["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     events = request_http(server, "POST", COMPLETIONS, {**body, **options}).events
     assert [e["usage"]["completion_tokens"] for e in events] == [4, 5, 6, 6]
 
@@ -141,7 +143,9 @@ def test_late_errors_end_the_stream_with_an_event(serve, request_http, script_cl
 def test_one_failed_prompt_cancels_the_others(serve, request_http, script_class):
     def script(submit: Submit, payload: bytes):
         bad = payload == b"bad"
-        return script_class(error=failure(400, None) if bad else None, hang_after=None if bad else 1)
+        return script_class(
+            error=failure(400, None) if bad else None, hang_after=None if bad else 1
+        )
 
     server = serve(script)
     answer = request_http(server, "POST", COMPLETIONS, {"prompt": ["good", "bad"]})

@@ -41,7 +41,10 @@ BAD_EVERYWHERE = [
     ("presence_penalty", [-2.1, 2.1, "x"]),
     ("frequency_penalty", [-2.1, 2.1, "x"]),
     ("repetition_penalty", [0, -1, "x"]),
-    ("logit_bias", [{"1000": 1}, {"-1": 1}, {"x": 1}, {"5": 101}, {"5": "x"}, {"5": None}, [], {"²": 1}]),
+    (
+        "logit_bias",
+        [{"1000": 1}, {"-1": 1}, {"x": 1}, {"5": 101}, {"5": "x"}, {"5": None}, [], {"²": 1}],
+    ),
     ("n", [0, 9, "1", True]),
     ("stream", ["true", 1, []]),
     ("stream_options", [{"include_usage": True}, "x"]),
@@ -53,15 +56,31 @@ BAD_EVERYWHERE = [
     ("prefix_cache", [1, "yes"]),
     ("cache_salt", [5, {}]),
     ("model", [7, "other", ""]),
-    ("response_format", ["json", {}, {"type": "xml"}, {"type": "json_object"}, {"type": "json_schema"}]),
+    (
+        "response_format",
+        ["json", {}, {"type": "xml"}, {"type": "json_object"}, {"type": "json_schema"}],
+    ),
 ]
 BAD_CHAT = [
     ("logprobs", [1, "x"]),
     ("top_logprobs", [5, -1, 21, True]),
     ("messages", [[], "x", {}, [5], [{"role": "narrator", "content": "x"}], [{"role": "user"}]]),
     ("messages", [[{"role": "user", "content": [{"type": "image_url"}]}], [{"content": "x"}]]),
-    ("tools", ["x", {}, [5], [{}], [{"type": "function"}], [{"type": "function", "function": {"name": ""}}]]),
-    ("tool_choice", ["banana", 5, [], {}, "required", {"type": "function", "function": {"name": "f"}}]),
+    (
+        "tools",
+        [
+            "x",
+            {},
+            [5],
+            [{}],
+            [{"type": "function"}],
+            [{"type": "function", "function": {"name": ""}}],
+        ],
+    ),
+    (
+        "tool_choice",
+        ["banana", 5, [], {}, "required", {"type": "function", "function": {"name": "f"}}],
+    ),
     ("modalities", [["text", "audio"], "text"]),
     ("chat_template_kwargs", ["x", {"messages": []}]),
     ("functions", [[{}]]),
@@ -95,7 +114,9 @@ def test_completions_refuse_by_name(name, value):
     assert name in caught.value.param
 
 
-@pytest.mark.parametrize("name", sorted({name for name, _ in BAD_EVERYWHERE + BAD_CHAT} - {"messages"}))
+@pytest.mark.parametrize(
+    "name", sorted({name for name, _ in BAD_EVERYWHERE + BAD_CHAT} - {"messages"})
+)
 def test_null_is_absent(name):
     given_null, absent = chat(**{name: None}), chat()
     assert given_null.prompts == absent.prompts
@@ -119,7 +140,7 @@ def test_values_arrive():
     assert (sampling.logprobs, sampling.min_tokens, sampling.ignore_eos) == (3, 2, True)
     assert sampling.stop_token_ids == (3,)
     assert (common.stops, common.n, common.priority) == (("a", "b"), 2, -3)
-    assert common.include_usage and common.continuous_usage
+    assert (common.include_usage, common.continuous_usage) == (False, True)
 
 
 def test_seeds_are_drawn_where_none_is_given():
@@ -152,7 +173,9 @@ def test_tool_results_must_answer_a_call(messages):
     assert caught.value.param.startswith("messages[")
 
 
-@pytest.mark.parametrize("arguments", ["", "{}", None, "[]", "{bad", "null", '{"a": NaN}', {"a": 1}])
+@pytest.mark.parametrize(
+    "arguments", ["", "{}", None, "[]", "{bad", "null", '{"a": NaN}', {"a": 1}]
+)
 def test_odd_arguments_in_the_history_never_end_a_conversation(arguments):
     call = {**CALL, "function": {"name": "f", "arguments": arguments}}
     answer = {"role": "tool", "tool_call_id": "c1", "content": "x"}
@@ -163,7 +186,9 @@ def test_parts_and_roles_make_the_same_prompt():
     parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
     assert chat(messages=[{"role": "user", "content": parts}]).prompts == chat().prompts
     with_developer = chat(messages=[{"role": "developer", "content": "x"}, USER])
-    assert with_developer.prompts == chat(messages=[{"role": "system", "content": "x"}, USER]).prompts
+    assert (
+        with_developer.prompts == chat(messages=[{"role": "system", "content": "x"}, USER]).prompts
+    )
 
 
 def test_conversations_keep_their_affinity():
@@ -207,7 +232,9 @@ def test_byte_order_mark_and_repeated_keys():
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 NAMES = sorted({name for name, _ in BAD_EVERYWHERE + BAD_CHAT + BAD_COMPLETION} | {"tools"})

@@ -11,7 +11,9 @@ from frontend.router_client import RouterClient
 from frontend.settings import FrontendSettings
 from transport.messages import InstanceState
 
-ADMITTING: frozenset[InstanceState] = frozenset({"ready"})
+ADMITTING: frozenset[InstanceState] = frozenset({"ready", "degraded"})
+"""A degraded instance has lost a process that is being started again: what is left of it serves on,
+and what nobody can serve yet waits at the router, within its bounds."""
 
 
 class Readiness(msgspec.Struct, frozen=True):
@@ -47,7 +49,7 @@ class Gate:
         """Whether requests are served now, and if not, why."""
         if self._is_draining or self._state == "draining":
             return Readiness(False, "draining", "the server is shutting down")
-        if self._state not in ADMITTING:
+        if self._state != "ready":
             return Readiness(False, self._state, self._reason or f"the instance is {self._state}")
         if self._router.model is None:
             return Readiness(False, "starting", "the router has no model yet")
@@ -61,7 +63,7 @@ class Gate:
         """
         readiness = self.readiness()
         model = self._router.model
-        if not readiness.ready or model is None:
+        if readiness.state not in ADMITTING or model is None:
             self._metrics.rejected("draining" if readiness.state == "draining" else "not_ready")
             raise ApiError(
                 503,

@@ -1,0 +1,58 @@
+# `make serve` and `make test` need nothing but Debian 12 (or newer) with python3, python3-venv and make.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+ARGS ?=
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help install serve test test-quick test-gpu lint format lock bench clean
+
+help:  ## Show this list.
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: $(STAMP)  ## Create .venv with pinned packages.
+
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "deepinfer needs Python 3.11 or later: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); } || \
+		{ echo "no virtual environment could be made: apt-get install python3-venv"; rm -rf $(VENV); exit 1; }
+	@echo "installing pinned packages into $(VENV) (a minute or two; torch is the large one)"
+	@$(BIN)/python -m pip install --quiet -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
+serve: $(STAMP)  ## Talk to a small chat model on http://127.0.0.1:8888 (more flags: ARGS="--dp 2").
+	@exec $(BIN)/deepinfer serve $(ARGS)
+
+test: $(STAMP)  ## Run all checks and tests.
+	@$(MAKE) --no-print-directory lint
+	$(BIN)/python -m pytest $(ARGS)
+
+test-quick: $(STAMP)  ## Run the tests that take less than ten seconds each.
+	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+test-gpu:  ## Run the GPU tests with the Python that is active (needs torch with CUDA).
+	$(PYTHON) -m pytest -m gpu $(ARGS)
+
+lint: $(STAMP)  ## Style, types, and the direction of imports.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: $(STAMP)  ## Put the code in shape.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## Measure the pipeline without a model.
+	$(BIN)/python -m benchmarks.pipeline $(ARGS)
+
+lock:  ## Pin what is installed in .venv now.
+	@{ echo "# Every package that running and testing needs, pinned. Made by \`make lock\`."; \
+	   $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu//'; } > requirements.lock
+
+clean:  ## Remove .venv and caches; the fetched model stays in ~/.cache/deepinfer.
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

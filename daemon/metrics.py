@@ -68,9 +68,7 @@ class MetricsExporter:
             _add_child(families, child, view.now)
             self._add_usage(families, child.name, child.process.pid if child.process else None)
         families.add_gauge("process_up", (DAEMON_NAME,), 1.0)
-        families.add_gauge(
-            "process_uptime_seconds", (DAEMON_NAME,), view.now - view.started_at
-        )
+        families.add_gauge("process_uptime_seconds", (DAEMON_NAME,), view.now - view.started_at)
         self._add_usage(families, DAEMON_NAME, view.pid)
         self.usage.keep(living_pids(view))
         return generate_latest(_Exposition(families))

@@ -168,7 +168,7 @@ def _snapshots(view: InstanceView, role: str | None = None) -> Iterator[Snapshot
 
 
 def _request_counts(view: InstanceView) -> RequestCounts:
-    counts = {name: 0 for name in RequestCounts.__struct_fields__}
+    counts = dict.fromkeys(RequestCounts.__struct_fields__, 0)
     for snapshot in _snapshots(view, "router"):
         for (stage,), value in snapshot.gauges.get("router_requests", []):
             if stage in counts:

@@ -1,0 +1,18 @@
+"""`deepinfer inspect`: ask a live instance what it is doing. One file per command."""
+
+from __future__ import annotations
+
+from cyclopts import App
+
+from daemon.cli.inspect.cache import cache
+from daemon.cli.inspect.processes import processes
+from daemon.cli.inspect.queues import queues
+from daemon.cli.inspect.requests import requests
+from daemon.cli.inspect.sockets import sockets
+
+inspect_app = App(name="inspect", help="Ask a live instance what it is doing.")
+inspect_app.command(processes)
+inspect_app.command(requests)
+inspect_app.command(queues)
+inspect_app.command(cache)
+inspect_app.command(sockets)

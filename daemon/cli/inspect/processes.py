@@ -1,0 +1,81 @@
+"""`deepinfer inspect processes`."""
+
+from __future__ import annotations
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from daemon.cli.inspect.session import AsJson, Follow, Inspection, plain_table
+from daemon.cli.units import duration, number, percent, size
+from daemon.config import ConfigFile, InstanceName, RunDir
+from daemon.report_types import ProcessRow
+
+HANGS_SECONDS = 5.0
+"""A main loop turns several times a second, except in a long step of the engine."""
+STATE_STYLES = {
+    "ready": "green",
+    "starting": "yellow",
+    "loading": "yellow",
+    "degraded": "yellow",
+    "draining": "yellow",
+    "stopping": "yellow",
+    "restarting": "red",
+    "ended": "bold red",
+}
+
+
+def processes_table(rows: list[ProcessRow]) -> RenderableType:
+    """One line per process."""
+    table = plain_table()
+    table.add_column("process", no_wrap=True)
+    table.add_column("pid", justify="right")
+    table.add_column("state", no_wrap=True)
+    for header in ("uptime", "memory", "cpu", "heartbeat"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("restarts", justify="right")
+    table.add_column("note", overflow="fold")
+    for row in rows:
+        table.add_row(
+            row.name,
+            "–" if row.pid is None else str(row.pid),
+            Text(row.state, STATE_STYLES.get(row.state, "")),
+            duration(row.uptime_seconds),
+            size(row.rss_bytes),
+            percent(row.cpu_percent),
+            duration(row.heartbeat_age_seconds),
+            number(row.restarts),
+            _note(row),
+        )
+    return table
+
+
+def hangs(row: ProcessRow) -> bool:
+    """Whether it should be turning its loop, but does not."""
+    age = row.progress_age_seconds
+    return row.state in ("ready", "draining") and age is not None and age > HANGS_SECONDS
+
+
+def _note(row: ProcessRow) -> Text:
+    if hangs(row):
+        return Text(f"hangs: no turn for {duration(row.progress_age_seconds)}", "bold red")
+    parts = [row.detail] if row.detail else []
+    if row.last_exit:
+        parts.append(f"last exit: {row.last_exit}")
+    return Text("; ".join(parts), "dim")
+
+
+def processes(
+    *,
+    instance: InstanceName = "default",
+    run_dir: RunDir = None,
+    config: ConfigFile = None,
+    json: AsJson = False,
+    follow: Follow = False,
+) -> None:
+    """Show every process of the instance: is it up, does it move, what does it use?
+
+    *heartbeat* is the age of its last sign of life; a process whose main loop stands still while
+    its heartbeats go on is marked as hanging. *cpu* is the share of one core since the last look.
+    """
+    del config  # read by the command line, for its --instance and --run-dir
+    Inspection("processes", list[ProcessRow], processes_table).run(instance, run_dir, json, follow)

@@ -1,0 +1,48 @@
+"""`deepinfer inspect queues`."""
+
+from __future__ import annotations
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from daemon.cli.inspect.session import AsJson, Follow, Inspection, plain_table
+from daemon.cli.units import number
+from daemon.config import ConfigFile, InstanceName, RunDir
+from daemon.report_types import QueueRow
+
+
+def queues_table(rows: list[QueueRow]) -> RenderableType:
+    """One line per queue."""
+    if not rows:
+        return Text("No process has reported a queue yet.", "dim")
+    table = plain_table()
+    table.add_column("process", no_wrap=True)
+    table.add_column("queue")
+    for header in ("depth", "most", "bound"):
+        table.add_column(header, justify="right")
+    for row in rows:
+        full = row.capacity > 0 and row.high_water >= row.capacity
+        table.add_row(
+            row.process,
+            row.queue,
+            number(row.depth),
+            Text(number(row.high_water), "red" if full else ""),
+            number(row.capacity),
+        )
+    return table
+
+
+def queues(
+    *,
+    instance: InstanceName = "default",
+    run_dir: RunDir = None,
+    config: ConfigFile = None,
+    json: AsJson = False,
+    follow: Follow = False,
+) -> None:
+    """Show the bounded queues: how full they are, and how full they have been.
+
+    A queue whose *most* has reached its bound has turned work away.
+    """
+    del config  # read by the command line, for its --instance and --run-dir
+    Inspection("queues", list[QueueRow], queues_table).run(instance, run_dir, json, follow)

@@ -1,0 +1,64 @@
+"""`deepinfer inspect requests`."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from daemon.cli.inspect.session import AsJson, Follow, Inspection, plain_table
+from daemon.cli.units import milliseconds, number
+from daemon.config import ConfigFile, InstanceName, RunDir
+from daemon.report_types import RequestReport
+
+STAGE_STYLES = {
+    "received": "yellow",
+    "tokenizing": "yellow",
+    "queued": "yellow",
+    "running": "green",
+}
+
+
+def requests_table(rows: list[RequestReport], most: int | None = None) -> RenderableType:
+    """One line per request, the first `most` of them."""
+    if not rows:
+        return Text("No live requests.", "dim")
+    table = plain_table()
+    table.add_column("request", no_wrap=True, overflow="ellipsis")
+    table.add_column("stage", no_wrap=True)
+    table.add_column("rank", justify="right")
+    for header in ("age", "prompt", "output", "encode", "queue", "run"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("from", no_wrap=True)
+    shown = rows if most is None else rows[:most]
+    for row in shown:
+        table.add_row(
+            row.request_id,
+            Text(row.stage, STAGE_STYLES.get(row.stage, "")),
+            number(row.rank),
+            milliseconds(row.age_ms),
+            number(row.prompt_tokens) if row.prompt_tokens else "–",
+            number(row.output_tokens),
+            milliseconds(row.tokenizing_ms),
+            milliseconds(row.queued_ms),
+            milliseconds(row.running_ms),
+            row.frontend,
+        )
+    hidden = len(rows) - len(shown)
+    return Group(table, Text(f"and {hidden:,} more", "dim")) if hidden else table
+
+
+def requests(
+    *,
+    instance: InstanceName = "default",
+    run_dir: RunDir = None,
+    config: ConfigFile = None,
+    json: AsJson = False,
+    follow: Follow = False,
+) -> None:
+    """Show the live requests, oldest first: where each one is, and how long each stage took.
+
+    *encode* is the time with the tokenizer, *queue* the time until a worker began with it, *run* the
+    time since. At most a thousand are shown.
+    """
+    del config  # read by the command line, for its --instance and --run-dir
+    Inspection("requests", list[RequestReport], requests_table).run(instance, run_dir, json, follow)

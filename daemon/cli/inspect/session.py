@@ -1,0 +1,110 @@
+"""What all `inspect` commands have in common: their options, asking once or every second."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final, Generic, TypeVar
+
+import msgspec
+from cyclopts import Parameter
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.table import Table
+
+from daemon.inspection_client import InspectionClient
+from daemon.run_directory import choose_run_directory
+
+ASK_SECONDS: Final = 5.0
+REFRESH_SECONDS: Final = 1.0
+
+AsJson = Annotated[
+    bool, Parameter(negative="", help="Print JSON; with --follow, one line per refresh.")
+]
+Follow = Annotated[bool, Parameter(negative="", help="Refresh once a second until Ctrl-C.")]
+
+ReportT = TypeVar("ReportT")
+
+
+@dataclass(frozen=True)
+class Inspection(Generic[ReportT]):
+    """One question, and how its answer is shown."""
+
+    question: str
+    report_type: type[ReportT]
+    render: Callable[[ReportT], RenderableType]
+
+    def run(
+        self,
+        instance: str,
+        run_dir: Path | None,
+        as_json: bool,
+        follow: bool,
+        console: Console | None = None,
+    ) -> None:
+        """Ask and show.
+
+        Raises:
+            DeepInferError: the instance does not run, or its daemon does not answer.
+        """
+        console = console or Console(highlight=False)
+        path = choose_run_directory(instance, run_dir)
+        try:
+            with InspectionClient(path, instance) as client:
+                if not follow:
+                    self._once(client, as_json, console)
+                elif as_json or not console.is_terminal:
+                    self._append(client, as_json, console)
+                else:
+                    self._redraw(client, console)
+        except KeyboardInterrupt:
+            if not follow:
+                raise
+        except BrokenPipeError:
+            # Whoever read this has had enough; python would complain once more at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def _once(self, client: InspectionClient, as_json: bool, console: Console) -> None:
+        answer = client.ask(self.question, ASK_SECONDS)
+        if as_json:
+            console.file.write(msgspec.json.format(answer.decode(), indent=2) + "\n")
+        else:
+            console.print(self._rendered(answer))
+        console.file.flush()
+
+    def _append(self, client: InspectionClient, as_json: bool, console: Console) -> None:
+        while True:
+            answer = client.ask(self.question, ASK_SECONDS)
+            if as_json:
+                console.file.write(answer.decode() + "\n")
+            else:
+                console.print(self._rendered(answer), end="\n\n")
+            console.file.flush()
+            time.sleep(REFRESH_SECONDS)
+
+    def _redraw(self, client: InspectionClient, console: Console) -> None:
+        first = self._rendered(client.ask(self.question, ASK_SECONDS))
+        with Live(first, console=console, auto_refresh=False) as live:
+            while True:
+                time.sleep(REFRESH_SECONDS)
+                live.update(self._rendered(client.ask(self.question, ASK_SECONDS)), refresh=True)
+
+    def _rendered(self, answer: bytes) -> RenderableType:
+        return self.render(msgspec.json.decode(answer, type=self.report_type))
+
+
+def plain_table(*, title: str | None = None) -> Table:
+    """A table as all commands draw it: no lines, headers that step back."""
+    return Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        header_style="dim",
+        title=title,
+        title_style="bold",
+        title_justify="left",
+    )

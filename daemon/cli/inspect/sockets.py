@@ -1,0 +1,49 @@
+"""`deepinfer inspect sockets`."""
+
+from __future__ import annotations
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from daemon.cli.inspect.session import AsJson, Follow, Inspection, plain_table
+from daemon.cli.units import number, size
+from daemon.config import ConfigFile, InstanceName, RunDir
+from daemon.report_types import SocketRow
+
+
+def sockets_table(rows: list[SocketRow]) -> RenderableType:
+    """One line per socket."""
+    if not rows:
+        return Text("No process has reported a socket yet.", "dim")
+    table = plain_table()
+    table.add_column("process", no_wrap=True)
+    table.add_column("socket", no_wrap=True)
+    for header in ("messages in", "bytes in", "messages out", "bytes out", "dropped"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.process,
+            row.socket,
+            number(row.received_messages),
+            size(row.received_bytes),
+            number(row.sent_messages),
+            size(row.sent_bytes),
+            Text(number(row.dropped_messages), "red" if row.dropped_messages else ""),
+        )
+    return table
+
+
+def sockets(
+    *,
+    instance: InstanceName = "default",
+    run_dir: RunDir = None,
+    config: ConfigFile = None,
+    json: AsJson = False,
+    follow: Follow = False,
+) -> None:
+    """Show the traffic of every ZeroMQ socket since its process started.
+
+    *dropped* counts messages that could not be sent because the peer was gone or did not read.
+    """
+    del config  # read by the command line, for its --instance and --run-dir
+    Inspection("sockets", list[SocketRow], sockets_table).run(instance, run_dir, json, follow)

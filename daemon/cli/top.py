@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 import msgspec
 from cyclopts import Parameter
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +15,7 @@ from rich.text import Text
 from daemon.cli.inspect.cache import cache_table
 from daemon.cli.inspect.processes import STATE_STYLES, processes_table
 from daemon.cli.inspect.requests import requests_table
+from daemon.cli.inspect.session import ASK_SECONDS, REFRESH_SECONDS, make_console
 from daemon.cli.throughput import Rates, Throughput
 from daemon.cli.units import duration, rate
 from daemon.config import ConfigFile, InstanceName, RunDir
@@ -22,10 +23,8 @@ from daemon.inspection_client import InspectionClient
 from daemon.report_types import StateReport, StatusReport
 from daemon.run_directory import choose_run_directory
 
-ASK_SECONDS: Final = 5.0
-REFRESH_SECONDS: Final = 1.0
-FIXED_LINES: Final = 12
-"""Header, throughput, headings and blank lines."""
+FIXED_LINES: Final = 11
+"""Header, throughput, headings, blank lines and the count of what is hidden."""
 FEWEST_REQUESTS: Final = 3
 
 
@@ -35,16 +34,22 @@ def top(
     run_dir: RunDir = None,
     config: ConfigFile = None,
     once: Annotated[
-        bool, Parameter(negative="", help="Print one frame, measured over a second, and exit.")
+        bool,
+        Parameter(
+            negative="",
+            show_env_var=False,
+            show_default=False,
+            help="Print one frame, measured over a second, and exit.",
+        ),
     ] = False,
 ) -> None:
     """Watch an instance: throughput, processes, KV pages and the oldest requests.
 
-    Refreshes once a second; Ctrl-C ends it. Prompt and generation count the tokens that the workers
-    compute, as the mean of the last five seconds.
+    Refreshes once a second; Ctrl-C ends it. The token rates count what the workers compute, as the
+    mean of the last five seconds.
     """
     del config  # read by the command line, for its --instance and --run-dir
-    console = Console(highlight=False)
+    console = make_console()
     path = choose_run_directory(instance, run_dir)
     throughput = Throughput()
     with InspectionClient(path, instance) as client:
@@ -81,18 +86,14 @@ def frame(state: StateReport, rates: Rates, height: int | None) -> RenderableTyp
     if height is not None:
         used = FIXED_LINES + len(state.processes) + len(state.cache)
         most = max(height - used, FEWEST_REQUESTS)
-    requests = state.status.requests
-    live = requests.received + requests.tokenizing + requests.queued + requests.running
     return Group(
         _header(state.status),
-        Text(),
         _throughput(state.status, rates),
         Text(),
-        processes_table(state.processes),
+        processes_table(state.processes, one_line=True),
         Text(),
         cache_table(state.cache),
         Text(),
-        Text(f"requests: {live:,}, oldest first" if state.requests else "requests", "bold"),
         requests_table(state.requests, most),
     )
 
@@ -111,24 +112,22 @@ def _header(status: StatusReport) -> RenderableType:
         Text(f"up {duration(status.uptime_seconds)}"),
     )
     where = Text.assemble(status.url, f"  on {status.accelerator}", style="dim")
-    reason = [Text(status.reason, "yellow")] if status.reason else []
-    return Group(line, where, *reason)
+    reason = Text(status.reason, "yellow", no_wrap=True, overflow="ellipsis")
+    return Group(line, where, reason)
 
 
 def _throughput(status: StatusReport, rates: Rates) -> RenderableType:
     requests = status.requests
     waiting = requests.received + requests.tokenizing + requests.queued
-    table = Table.grid(padding=(0, 3, 0, 0))
-    table.add_row(
-        _figure(rate(rates.prompt_tokens), "prompt tok/s"),
-        _figure(rate(rates.generation_tokens), "generation tok/s"),
-        _figure(rate(rates.requests), "req/s"),
-        _figure(f"{requests.running:,}", "running"),
-        _figure(f"{waiting:,}", "waiting"),
-        _figure(f"{status.ranks_ready}/{status.ranks}", "ranks ready"),
+    figures = (
+        (rate(rates.prompt_tokens), "prompt tok/s"),
+        (rate(rates.generation_tokens), "output tok/s"),
+        (rate(rates.requests), "req/s"),
+        (f"{requests.running:,}", "running"),
+        (f"{waiting:,}", "waiting"),
+        (f"{status.ranks_ready}/{status.ranks}", "ranks"),
     )
-    return table
-
-
-def _figure(value: str, unit: str) -> Text:
-    return Text.assemble((value, "bold"), " ", (unit, "dim"))
+    line = Text(no_wrap=True, overflow="ellipsis")
+    for value, unit in figures:
+        line.append(value, "bold").append(f" {unit}   ", "dim")
+    return line

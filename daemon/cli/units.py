@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 UNKNOWN = "–"
+
+_LONG_UNITS = ((120, 1, "s"), (7_200, 60, "min"), (172_800, 3_600, "h"))
+"""Seconds up to which a unit is used, its length in seconds, its name."""
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -26,22 +29,19 @@ def size(value: int | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """At most two units: 0.0042 -> 4.2 ms, 75 -> 1 min 15 s."""
+    """One unit, at most three digits or so: 0.0042 -> 4.2 ms, 5400 -> 90 min."""
     if seconds is None:
         return UNKNOWN
     if seconds < 0.9995:
-        milliseconds = seconds * 1000
-        return f"{milliseconds:.1f} ms" if milliseconds < 9.95 else f"{milliseconds:.0f} ms"
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    minutes = whole // 60
-    if minutes < 24 * 60:
-        return f"{minutes // 60} h {minutes % 60:02} min"
-    hours = minutes // 60
-    return f"{hours // 24} d {hours % 24:02} h"
+        return _digits(seconds * 1000, "ms")
+    for limit, length, unit in _LONG_UNITS:
+        if seconds < limit:
+            return _digits(seconds / length, unit)
+    return _digits(seconds / 86_400, "d")
+
+
+def _digits(value: float, unit: str) -> str:
+    return f"{value:.1f} {unit}" if value < 9.95 else f"{value:,.0f} {unit}"
 
 
 def milliseconds(value: float | None) -> str:

@@ -10,7 +10,7 @@ from daemon.cli.units import UNKNOWN, number
 from daemon.config import ConfigFile, InstanceName, RunDir
 from daemon.report_types import CacheRow
 
-BAR_CELLS = 20
+BAR_CELLS = 14
 _PARTS = " ▏▎▍▌▋▊▉█"
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from rich.console import RenderableType
+from rich.console import OverflowMethod, RenderableType
 from rich.text import Text
 
 from daemon.cli.inspect.session import AsJson, Follow, Inspection, plain_table
-from daemon.cli.units import duration, number, percent, size
+from daemon.cli.units import duration, percent, size
 from daemon.config import ConfigFile, InstanceName, RunDir
 from daemon.report_types import ProcessRow
 
-HANGS_SECONDS = 5.0
+HANGS_SECONDS = 10.0
 """A main loop turns several times a second, except in a long step of the engine."""
 STATE_STYLES = {
     "ready": "green",
@@ -24,16 +24,17 @@ STATE_STYLES = {
 }
 
 
-def processes_table(rows: list[ProcessRow]) -> RenderableType:
-    """One line per process."""
+def processes_table(rows: list[ProcessRow], one_line: bool = False) -> RenderableType:
+    """One row per process; with `one_line`, long notes are cut instead of wrapped."""
     table = plain_table()
     table.add_column("process", no_wrap=True)
     table.add_column("pid", justify="right")
     table.add_column("state", no_wrap=True)
-    for header in ("uptime", "memory", "cpu", "heartbeat"):
+    for header in ("uptime", "memory", "cpu", "beat"):
         table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("restarts", justify="right")
-    table.add_column("note", overflow="fold")
+    overflow: OverflowMethod = "ellipsis" if one_line else "fold"
+    table.add_column("note", no_wrap=one_line, overflow=overflow, ratio=1)
+    table.expand = True  # gives the note what the others leave
     for row in rows:
         table.add_row(
             row.name,
@@ -43,7 +44,6 @@ def processes_table(rows: list[ProcessRow]) -> RenderableType:
             size(row.rss_bytes),
             percent(row.cpu_percent),
             duration(row.heartbeat_age_seconds),
-            number(row.restarts),
             _note(row),
         )
     return table
@@ -57,8 +57,10 @@ def hangs(row: ProcessRow) -> bool:
 
 def _note(row: ProcessRow) -> Text:
     if hangs(row):
-        return Text(f"hangs: no turn for {duration(row.progress_age_seconds)}", "bold red")
+        return Text(f"stands still for {duration(row.progress_age_seconds)}", "bold red")
     parts = [row.detail] if row.detail else []
+    if row.restarts:
+        parts.append(f"restarted {row.restarts}×")
     if row.last_exit:
         parts.append(f"last exit: {row.last_exit}")
     return Text("; ".join(parts), "dim")
@@ -74,8 +76,8 @@ def processes(
 ) -> None:
     """Show every process of the instance: is it up, does it move, what does it use?
 
-    *heartbeat* is the age of its last sign of life; a process whose main loop stands still while
-    its heartbeats go on is marked as hanging. *cpu* is the share of one core since the last look.
+    *beat* is the age of its last heartbeat; a process whose main loop stands still while its
+    heartbeats go on is marked as hanging. *cpu* is the share of one core since the last look.
     """
     del config  # read by the command line, for its --instance and --run-dir
     Inspection("processes", list[ProcessRow], processes_table).run(instance, run_dir, json, follow)

@@ -23,12 +23,11 @@ def requests_table(rows: list[RequestReport], most: int | None = None) -> Render
     if not rows:
         return Text("No live requests.", "dim")
     table = plain_table()
-    table.add_column("request", no_wrap=True, overflow="ellipsis")
+    table.add_column("request", overflow="ellipsis", min_width=10)  # gives way to the others
     table.add_column("stage", no_wrap=True)
     table.add_column("rank", justify="right")
     for header in ("age", "prompt", "output", "encode", "queue", "run"):
         table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("from", no_wrap=True)
     shown = rows if most is None else rows[:most]
     for row in shown:
         table.add_row(
@@ -41,7 +40,6 @@ def requests_table(rows: list[RequestReport], most: int | None = None) -> Render
             milliseconds(row.tokenizing_ms),
             milliseconds(row.queued_ms),
             milliseconds(row.running_ms),
-            row.frontend,
         )
     hidden = len(rows) - len(shown)
     return Group(table, Text(f"and {hidden:,} more", "dim")) if hidden else table
@@ -58,7 +56,7 @@ def requests(
     """Show the live requests, oldest first: where each one is, and how long each stage took.
 
     *encode* is the time with the tokenizer, *queue* the time until a worker began with it, *run* the
-    time since. At most a thousand are shown.
+    time since. At most a thousand are shown; --json tells more of each.
     """
     del config  # read by the command line, for its --instance and --run-dir
     Inspection("requests", list[RequestReport], requests_table).run(instance, run_dir, json, follow)

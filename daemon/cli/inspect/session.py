@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,11 +20,26 @@ from daemon.run_directory import choose_run_directory
 
 ASK_SECONDS: Final = 5.0
 REFRESH_SECONDS: Final = 1.0
+FILE_COLUMNS: Final = 120
 
 AsJson = Annotated[
-    bool, Parameter(negative="", help="Print JSON; with --follow, one line per refresh.")
+    bool,
+    Parameter(
+        negative="",
+        show_env_var=False,
+        show_default=False,
+        help="Print JSON; with --follow, one line per refresh.",
+    ),
 ]
-Follow = Annotated[bool, Parameter(negative="", help="Refresh once a second until Ctrl-C.")]
+Follow = Annotated[
+    bool,
+    Parameter(
+        negative="",
+        show_env_var=False,
+        show_default=False,
+        help="Refresh once a second until Ctrl-C.",
+    ),
+]
 
 ReportT = TypeVar("ReportT")
 
@@ -51,7 +65,7 @@ class Inspection(Generic[ReportT]):
         Raises:
             DeepInferError: the instance does not run, or its daemon does not answer.
         """
-        console = console or Console(highlight=False)
+        console = console or make_console()
         path = choose_run_directory(instance, run_dir)
         try:
             with InspectionClient(path, instance) as client:
@@ -65,8 +79,7 @@ class Inspection(Generic[ReportT]):
             if not follow:
                 raise
         except BrokenPipeError:
-            # Whoever read this has had enough; python would complain once more at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            console.on_broken_pipe()  # ends quietly: whoever read this has had enough
 
     def _once(self, client: InspectionClient, as_json: bool, console: Console) -> None:
         answer = client.ask(self.question, ASK_SECONDS)
@@ -97,14 +110,14 @@ class Inspection(Generic[ReportT]):
         return self.render(msgspec.json.decode(answer, type=self.report_type))
 
 
-def plain_table(*, title: str | None = None) -> Table:
+def make_console() -> Console:
+    """The terminal; a file or a pipe is as wide as the tables need."""
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = FILE_COLUMNS
+    return console
+
+
+def plain_table() -> Table:
     """A table as all commands draw it: no lines, headers that step back."""
-    return Table(
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-        header_style="dim",
-        title=title,
-        title_style="bold",
-        title_justify="left",
-    )
+    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")

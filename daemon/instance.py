@@ -56,7 +56,11 @@ class _Stop:
     drain_deadline: float
     began: float
     idle_snapshots: int = 0
+    """Of the router, since the drain began, without a request."""
+    drained: float | None = None
+    """When the frontends were told to end."""
     terminated: float | None = None
+    """When all others were."""
     killed: float | None = None
 
 
@@ -184,7 +188,7 @@ class Instance:
             else:
                 log.info("ready again")
         else:
-            log.info("%s: %s", state, reason)
+            log.log(logging.WARNING if state == "degraded" else logging.DEBUG, "%s: %s", state, reason)
             self._service.status(f"{state}: {reason}")
             if not self._was_ready:
                 self._service.extend_timeout(EXTEND_SECONDS)
@@ -277,7 +281,14 @@ class Instance:
         if stop.terminated is None:
             routers = [child for child in self._supervisor.by_role("router") if child.ready]
             # One snapshot may have been on its way when the drain began; the second is newer.
-            if stop.idle_snapshots >= 2 or not routers or now >= stop.drain_deadline:
+            idle = stop.idle_snapshots >= 2 or not routers or now >= stop.drain_deadline
+            if idle and stop.drained is None:
+                stop.drained = now
+                self._supervisor.terminate("frontend")
+            frontends = any(child.alive for child in self._supervisor.by_role("frontend"))
+            if stop.drained is not None and (
+                not frontends or now - stop.drained > TERMINATE_SECONDS
+            ):
                 stop.terminated = now
                 self._supervisor.terminate()
         elif stop.killed is None:

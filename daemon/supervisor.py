@@ -148,12 +148,12 @@ class Supervisor:
         times = [c.restart_at for c in self.children.values() if c.restart_at is not None]
         return min(times, default=None)
 
-    def terminate(self) -> None:
-        """Ask all children to end; none is started again from now on."""
+    def terminate(self, role: str | None = None) -> None:
+        """Ask all children, or those of one role, to end; none is started again from now on."""
         self._stopping = True
         for child in self.children.values():
             child.restart_at = None
-            if child.process is not None:
+            if child.process is not None and role in (None, child.spec.role):
                 child.process.signal(signal.SIGTERM)
 
     def kill(self) -> None:

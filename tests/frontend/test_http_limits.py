@@ -163,6 +163,15 @@ def test_request_ids_come_back(serve, request_http):
         assert len(answer.headers["x-request-id"]) == 32
 
 
+def test_a_degraded_instance_says_so_but_serves_on(serve, request_http):
+    server = serve()
+    server.call(lambda: server.gate.set_state("degraded", "worker/1: ended with signal SIGKILL"))
+    ready = request_http(server, "GET", "/ready")
+    assert (ready.status, ready.json["state"]) == (503, "degraded")
+    assert "worker/1" in ready.json["reason"]
+    assert request_http(server, "POST", CHAT, BODY).status == 200
+
+
 def test_not_ready_and_draining(serve, request_http):
     server = serve()
     server.call(lambda: server.gate.set_state("starting", "rank 1 loads its weights"))

@@ -109,9 +109,8 @@ def test_every_sequence_gets_exactly_its_tokens(
             key = RequestId(f"r{number}")
             if wanted.arrives_at == turn:
                 scheduler.add(make_sequence(number, wanted))
-            if wanted.cancel_at == turn and wanted.arrives_at <= turn:
-                if scheduler.cancel(key):
-                    cancelled.add(key)
+            if wanted.cancel_at == turn and wanted.arrives_at <= turn and scheduler.cancel(key):
+                cancelled.add(key)
             if wanted.pause_at == turn:
                 scheduler.throttle(key, 0, paused=True)
             if wanted.pause_at is not None and turn == wanted.pause_at + 10:

@@ -1,0 +1,101 @@
+"""The documentation says what the code says. `UPDATE_DOCS=1 pytest tests/doc` rewrites the tables."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+import typing
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import msgspec
+import pytest
+from cyclopts import Parameter
+
+from daemon.config import InstanceConfig
+from transport import messages
+
+ROOT = Path(__file__).parents[2]
+DOC = ROOT / "doc"
+
+
+def block(page: str, name: str) -> str:
+    found = re.search(rf"<!-- {name} -->\n(.*?)<!-- end -->", (DOC / page).read_text(), re.S)
+    assert found, f"{page} has no block {name!r}"
+    return found[1]
+
+
+def check_block(page: str, name: str, wanted: str) -> None:
+    if os.environ.get("UPDATE_DOCS"):
+        path = DOC / page
+        old = block(page, name)
+        path.write_text(
+            path.read_text().replace(f"<!-- {name} -->\n{old}", f"<!-- {name} -->\n{wanted}")
+        )
+    assert block(page, name) == wanted, f"doc/{page} is out of date: run UPDATE_DOCS=1 pytest"
+
+
+def first_sentence(text: str | None) -> str:
+    plain = " ".join((text or "").split())
+    return re.split(r"(?<=[.:]) (?=[A-Z])", plain)[0].replace("|", "\\|")
+
+
+def message_table() -> str:
+    rows = ["| message | fields | |", "|---|---|---|"]
+    for kind in typing.get_args(messages.AnyMessage):
+        names = ", ".join(f"`{field.name}`" for field in msgspec.structs.fields(kind))
+        rows.append(f"| `{kind.__name__}` | {names} | {first_sentence(kind.__doc__)} |")
+    return "\n".join(rows) + "\n"
+
+
+def option_table() -> str:
+    hints = typing.get_type_hints(InstanceConfig, include_extras=True)
+    rows = ["| option | default | |", "|---|---|---|"]
+    for field in fields(InstanceConfig):
+        parameters = [p for p in typing.get_args(hints[field.name]) if isinstance(p, Parameter)]
+        help_text = next((p.help for p in parameters if p.help), "")
+        default = "" if field.default in (None, MISSING) else f"`{field.default}`"
+        option = field.name.replace("_", "-")
+        rows.append(f"| `--{option}` | {default} | {help_text} |".replace("|  |", "| |", 1))
+    return "\n".join(rows) + "\n"
+
+
+def test_the_message_table_is_true():
+    check_block("wire_protocol.md", "messages", message_table())
+
+
+def test_the_option_table_is_true():
+    check_block("configuration.md", "options", option_table())
+
+
+def test_every_message_is_in_the_union():
+    defined = {
+        kind
+        for _, kind in inspect.getmembers(messages, inspect.isclass)
+        if issubclass(kind, messages.Message) and kind is not messages.Message
+    }
+    assert defined == set(typing.get_args(messages.AnyMessage))
+
+
+@pytest.mark.parametrize(
+    "page", sorted(DOC.glob("*.md")) + [ROOT / "README.md"], ids=lambda p: p.name
+)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_steps_of_a_request_are_where_the_architecture_page_says():
+    steps = re.findall(
+        r"^\d+\. .*\[`([^`]+)`\]\(([^)]+)\) `(\w+)`\.$",
+        block("architecture.md", "request path"),
+        re.M,
+    )
+    assert len(steps) == len(block("architecture.md", "request path").strip().splitlines())
+    for shown, target, symbol in steps:
+        assert target == f"../{shown}"
+        module = importlib.import_module(shown.removesuffix(".py").replace("/", "."))
+        assert hasattr(module, symbol), f"{shown} has no {symbol}"

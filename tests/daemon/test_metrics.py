@@ -195,6 +195,13 @@ def test_what_a_dead_process_counted_stays(make_child, make_view):
     assert found["deepinfer:request_success_total", labels] == 42
 
 
+def test_a_process_that_ends_while_the_instance_stops_still_counts(make_child, make_view):
+    child = make_child(snapshot("frontend/0", counting("generation_tokens", value=9)))
+    child.process = child.snapshot = None
+    found = read(MetricsExporter().render(make_view(child, state="draining")))
+    assert found["deepinfer:generation_tokens_total", ()] == 9
+
+
 @given(
     steps=st.lists(
         st.tuples(st.sampled_from(["count", "report", "die"]), st.integers(0, 1)), max_size=30

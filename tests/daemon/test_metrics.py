@@ -98,7 +98,7 @@ def test_a_histogram_has_cumulative_buckets_sum_and_count(make_child, make_view)
     assert found[name + "_bucket", (("le", "0.25"),)] == 1
     assert found[name + "_bucket", (("le", "0.5"),)] == 3
     assert found[name + "_bucket", (("le", "+Inf"),)] == found[name + "_count", ()] == 4
-    assert found[name + "_sum", ()] == pytest.approx(1000000.6004)
+    assert found[name + "_sum", ()] == pytest.approx(1000000.6004, rel=1e-9)
 
 
 def test_each_process_shows_its_memory_age_and_restarts(make_child, make_view):

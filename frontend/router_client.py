@@ -200,6 +200,4 @@ class RouterClient:
             future.set_exception(error)
         generation = self._live.pop(failure.request_id, None)
         if generation is not None:
-            if failure.status in (429, 503):
-                self._metrics.rejected(failure.code)
             generation.fail(error)

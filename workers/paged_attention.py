@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -127,7 +128,7 @@ class PagePool:
     def __init__(self, layout: CacheLayout, num_pages: int, device: torch.device) -> None:
         self.layout = layout
         self.num_pages = num_pages
-        self.rows = torch.zeros(num_pages, layout.page_bytes, dtype=torch.uint8, device=device)
+        self.rows = _zeroed_rows(num_pages, layout.page_bytes, device)
         views = [self._view(i) for i in range(len(layout.page_tensors))]
         self.keys = views[0::2]
         """By layer: [num_pages, page_tokens, Hk, D]."""
@@ -144,6 +145,14 @@ class PagePool:
             (row, heads * dim, dim, 1),
             part.offset // dtype.itemsize,
         )
+
+
+def _zeroed_rows(num_pages: int, page_bytes: int, device: torch.device) -> Tensor:
+    """Zeros, so that what a mask hides is finite. On a CPU they come from calloc: the machine's memory
+    is taken page by page as sequences first use it, not at start."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros((num_pages, page_bytes), np.uint8))
+    return torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
 
 
 @dataclass

@@ -182,6 +182,7 @@ class RouterCore:
             self._send(request.frontend, refusal)
             return self._take()
         self._requests[request.request_id] = request
+        self._metrics.waiting.set(self.num_waiting)
         if request.kind == "tokens":
             self._encoded(request, request.prompt_frame, now)
         else:

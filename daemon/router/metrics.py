@@ -17,7 +17,7 @@ class RouterMetrics:
     def __init__(self, metrics: MetricSet, max_waiting: int) -> None:
         self._metrics = metrics
         self._stages = {stage: metrics.gauge("router_requests", stage) for stage in STAGES}
-        self._waiting = metrics.queue("waiting requests", max_waiting)
+        self.waiting = metrics.queue("waiting requests", max_waiting)
         self.queue_seconds = metrics.histogram("queue_time_seconds")
         self.render_seconds = metrics.histogram("tokenizer_render_seconds")
         self.encode_seconds = metrics.histogram("tokenizer_encode_seconds")
@@ -33,4 +33,4 @@ class RouterMetrics:
         counts = CountOf(request.stage for request in requests)
         for stage, gauge in self._stages.items():
             gauge.set(counts[stage])
-        self._waiting.set(sum(counts[stage] for stage in STAGES[:3]))
+        self.waiting.set(sum(counts[stage] for stage in STAGES[:3]))

@@ -16,7 +16,7 @@ from typing import Final
 import zmq
 
 from daemon.errors import DeepInferError
-from daemon.run_directory import running_pid
+from daemon.run_directory import not_running, running_pid
 from transport.framing import BadMessage
 from transport.ids import ProcessName
 from transport.messages import Answer, Message, Query, StopInstance
@@ -120,8 +120,5 @@ class InspectionClient:
     def _check_alive(self) -> int:
         pid = running_pid(self._run_dir)
         if pid is None:
-            raise DeepInferError(
-                f"Instance {self._instance!r} is not running: start it with "
-                f"`deepinfer start --instance {self._instance}`."
-            )
+            raise DeepInferError(not_running(self._instance))
         return pid

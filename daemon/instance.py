@@ -102,7 +102,9 @@ class Instance:
                 self._wait(signals)
                 self._turn(signals)
         finally:
+            # Nothing is left to end after a regular stop.
             self._supervisor.kill()
+            self._supervisor.wait_until_gone(KILL_SECONDS)
             self._service.close()
         if self._failure is not None:
             raise DeepInferError(self._failure)
@@ -137,8 +139,13 @@ class Instance:
                 f"({self._current_state()[1]}): raise --start-timeout or read the log."
             )
         self._tell_state()
-        if self._watchdog is not None:
+        if self._watchdog is not None and self._makes_progress(now, self._watchdog):
             self._service.watchdog()
+
+    def _makes_progress(self, now: float, seconds: float) -> bool:
+        """Whether no worker that serves has stood still for half of `seconds`."""
+        workers = self._supervisor.by_role("worker")
+        return all(now - c.progress_at < seconds / 2 for c in workers if c.ready)
 
     def _on_death(self, death: Death) -> None:
         child = death.child
@@ -188,7 +195,9 @@ class Instance:
             else:
                 log.info("ready again")
         else:
-            log.log(logging.WARNING if state == "degraded" else logging.DEBUG, "%s: %s", state, reason)
+            log.log(
+                logging.WARNING if state == "degraded" else logging.DEBUG, "%s: %s", state, reason
+            )
             self._service.status(f"{state}: {reason}")
             if not self._was_ready:
                 self._service.extend_timeout(EXTEND_SECONDS)

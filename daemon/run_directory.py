@@ -29,7 +29,8 @@ PID_FILE: Final = "daemon.pid"
 CHILDREN_FILE: Final = "children.json"
 LOG_FILE: Final = "deepinfer.log"
 OWN_FILES: Final = (
-    "router.sock", "control.sock", "telemetry.sock", CHILDREN_FILE, PID_FILE, LOG_FILE,
+    "router.sock", "control.sock", "telemetry.sock", CHILDREN_FILE, f"{CHILDREN_FILE}.new", PID_FILE,
+    LOG_FILE,
 )  # fmt: skip
 _LEFTOVER_SECONDS: Final = 10.0
 
@@ -201,6 +202,14 @@ def already_running(instance: str, pid: int) -> str:
     return (
         f"Instance {instance!r} is already running{process}: stop it with "
         f"`deepinfer stop --instance {instance}`, or start another one with --instance NAME."
+    )
+
+
+def not_running(instance: str) -> str:
+    """The sentence for a question to nobody."""
+    return (
+        f"Instance {instance!r} is not running: start it with "
+        f"`deepinfer start --instance {instance}`."
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -165,6 +166,19 @@ class Supervisor:
         for child in self.children.values():
             if child.process is not None:
                 child.process.signal(signal.SIGKILL)
+
+    def wait_until_gone(self, seconds: float) -> bool:
+        """Wait until all children have ended, at most `seconds`; whether they have."""
+        deadline = time.monotonic() + seconds
+        poller = select.poll()
+        for pidfd, child in self.pidfds().items():
+            poller.register(pidfd, select.POLLIN)
+            left = max(deadline - time.monotonic(), 0.0)
+            if poller.poll(left * 1000) and child.process is not None:
+                child.process.reap()
+            poller.unregister(pidfd)
+        self.collect_deaths(time.monotonic(), give_up_on_loops=False)
+        return self.num_alive == 0
 
     @property
     def num_alive(self) -> int:

@@ -24,7 +24,7 @@ def show(config: InstanceConfig | None = None) -> None:
         value = getattr(config, field.name)
         table.add_row(
             "--" + field.name.replace("_", "-"),
-            "(found out at start)" if value is None else str(value),
+            "(not set)" if value is None else str(value),
             origin,
             style="dim" if origin == "default" else "bold",
         )

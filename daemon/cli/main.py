@@ -6,6 +6,7 @@ import sys
 
 from cyclopts import App
 from rich.console import Console
+from rich.text import Text
 
 from daemon.cli.config_show import config_app
 from daemon.cli.inspect import inspect_app
@@ -22,14 +23,15 @@ app = App(
     help="Serve large language models over the OpenAI API.",
     config=SOURCES,
     help_on_error=False,
+    error_formatter=lambda error: Text(f"deepinfer: {error}", style="red"),
 )
 app.command(serve)
 app.command(start)
 app.command(stop)
 app.command(status)
-app.command(config_app)
 app.command(inspect_app)
 app.command(top)
+app.command(config_app)
 
 
 def main() -> None:

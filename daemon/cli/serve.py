@@ -2,32 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-import os
-import sys
 
-import zmq
-from rich.console import Console
-
-from daemon.accelerator import detect_accelerator
 from daemon.config import InstanceConfig
-from daemon.control_server import ControlServer
-from daemon.instance import Instance
-from daemon.listen import open_listening_socket
-from daemon.preflight import (
-    check_devices,
-    check_keys_file,
-    check_weights,
-    find_model,
-    raise_descriptor_limit,
-)
-from daemon.role_settings import child_specs, make_plan
-from daemon.run_directory import RunDirectory, choose_run_directory
-from daemon.stop_signals import StopSignals
-from daemon.supervisor import Supervisor
+from daemon.stop_signals import StopRequested, StopSignals
 from transport.logs import configure_logging
-from transport.sockets import Endpoints
 
 log = logging.getLogger(__name__)
 
@@ -37,64 +16,15 @@ def serve(config: InstanceConfig | None = None) -> None:
 
     With no options it serves a small chat model on http://127.0.0.1:8888.
     """
+    # Imported here: the other commands do not wait for what only a daemon needs.
+    from daemon.run_instance import run_instance  # noqa: PLC0415
+
     config = config or InstanceConfig()
     configure_logging("daemon", config.log_level)
     signals = StopSignals()
     try:
         run_instance(config, signals)
+    except StopRequested:
+        log.info("stopped before anything was started")
     finally:
         signals.close()
-
-
-def run_instance(config: InstanceConfig, signals: StopSignals) -> None:
-    """Check, lock, listen, run, clean up: each step undoes itself when a later one fails.
-
-    Raises:
-        DeepInferError: the instance could not start, or did not end cleanly.
-    """
-    accelerator = config.accelerator or detect_accelerator()
-    run_path = choose_run_directory(config.instance, config.run_dir)
-    check_devices(config, accelerator)
-    check_keys_file(config.api_keys_file)
-    raise_descriptor_limit(config)
-    directory = RunDirectory.lock(run_path, config.instance)
-    try:
-        # Before the model: an occupied port should not cost a download first.
-        with open_listening_socket(config.host, config.port) as listener:
-            model_dir = find_model(config.model, lambda line: log.info("%s", line))
-            if config.engine != "fake" and config.load_format != "dummy":
-                check_weights(model_dir)
-            if signals.take():
-                return
-            plan = make_plan(config, model_dir, run_path, os.getpid())
-            log.info("serving %s from %s on %s", plan.model_name, model_dir, plan.accelerator)
-            specs = child_specs(plan, listener.fileno())
-            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-            server = ControlServer(context, Endpoints(str(run_path)), plan.config_hash)
-            try:
-                gc.freeze()
-                supervisor = Supervisor(specs, directory.record_children)
-                port: int = listener.getsockname()[1]
-                instance = Instance(
-                    plan, supervisor, server, port, lambda url: announce(plan.model_name, url)
-                )
-                instance.run(signals)
-            finally:
-                server.close()
-                context.term()
-        log.info("stopped; nothing is left")
-    finally:
-        directory.close()
-
-
-def announce(model: str, url: str) -> None:
-    """Tell a person how to use the instance that is now ready."""
-    if not sys.stdout.isatty() and os.environ.get("DEEPINFER_QUIET_START"):
-        return
-    console = Console(soft_wrap=True, highlight=False)
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Say hello."}}]}}'
-    console.print(f"\n[bold green]{model} is ready at {url}[/]  (Ctrl-C stops it)\n")
-    console.print(
-        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n",
-        markup=False,
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -14,9 +15,10 @@ from typing import BinaryIO
 from rich.console import Console
 
 from daemon.config import InstanceConfig
-from daemon.errors import DeepInferError
+from daemon.errors import EXIT_FAILED, DeepInferError
 from daemon.run_directory import (
     LOG_FILE,
+    RunDirectory,
     already_running,
     choose_run_directory,
     make_run_directory,
@@ -25,6 +27,9 @@ from daemon.run_directory import (
 
 LOG_TAIL_LINES = 15
 POLL_SECONDS = 0.5
+END_SECONDS = 30.0
+"""How long a start that is given up may take to end."""
+ERROR_PREFIX = "deepinfer: "
 
 
 def start(config: InstanceConfig | None = None) -> None:
@@ -39,22 +44,59 @@ def start(config: InstanceConfig | None = None) -> None:
         raise DeepInferError(already_running(config.instance, pid))
     make_run_directory(path)
     console = Console(highlight=False, soft_wrap=True)
-    notify_path = path / "notify.sock"
-    notify_path.unlink(missing_ok=True)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
-        notify.bind(str(notify_path))
-        try:
-            with (path / LOG_FILE).open("w+b") as log_file:
-                child = _spawn(log_file, notify_path)
-                _wait_until_ready(child, notify, config, console)
-                if child.returncode is not None:
-                    raise DeepInferError(_failure(log_file, child.returncode))
-            console.print(
-                f"Instance {config.instance!r} is ready "
-                f"(process {child.pid}, log {path / LOG_FILE})."
-            )
-        finally:
-            notify_path.unlink(missing_ok=True)
+    # Short, and not longer than the instance's own sockets: a path has at most 107 bytes.
+    notify_path = path / f"n{os.getpid()}.sock"
+    try:
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify,
+            (path / LOG_FILE).open("a+b") as log_file,
+        ):
+            notify.bind(str(notify_path))
+            child = _start_and_wait(log_file, notify, notify_path, config, console)
+    finally:
+        notify_path.unlink(missing_ok=True)
+        _remove_if_nobody_runs(path, config.instance)
+    console.print(
+        f"Instance {config.instance!r} is ready (process {child.pid}, log {path / LOG_FILE})."
+    )
+
+
+def _start_and_wait(
+    log_file: BinaryIO,
+    notify: socket.socket,
+    notify_path: Path,
+    config: InstanceConfig,
+    console: Console,
+) -> subprocess.Popen[bytes]:
+    log_start = log_file.tell()
+    child = _spawn(log_file, notify_path)
+    try:
+        _wait_until_ready(child, notify, config, console)
+    except BaseException:
+        # Too late, or Ctrl-C: what was started here must not go on behind the user's back.
+        child.terminate()
+        _end(child)
+        raise
+    if child.returncode is not None:
+        log_file.seek(log_start)
+        code = child.returncode if child.returncode > 0 else EXIT_FAILED
+        raise DeepInferError(_failure(log_file.read(), code), code)
+    return child
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    try:
+        child.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait(END_SECONDS)
+
+
+def _remove_if_nobody_runs(path: Path, instance: str) -> None:
+    """A start that failed early leaves its log and an empty directory: the lock's holder cleans."""
+    if path.is_dir() and running_pid(path) is None:
+        with contextlib.suppress(DeepInferError):
+            RunDirectory.lock(path, instance).close()
 
 
 def _spawn(log_file: BinaryIO, notify_path: Path) -> subprocess.Popen[bytes]:
@@ -90,16 +132,19 @@ def _wait_until_ready(
                 if fields.get("READY") == "1":
                     break
             if time.monotonic() > deadline:
-                child.terminate()
                 raise DeepInferError(
                     f"The instance was not ready after {config.start_timeout:g} s: "
                     "raise --start-timeout."
                 )
 
 
-def _failure(log_file: BinaryIO, code: int) -> str:
-    # Read through our own descriptor: the instance has removed the file with its run directory.
-    log_file.seek(0)
-    lines = log_file.read().decode(errors="replace").rstrip().splitlines()
-    tail = "\n".join(lines[-LOG_TAIL_LINES:])
-    return f"The instance could not start (exit code {code}). The end of its log:\n{tail}"
+def _failure(log: bytes, code: int) -> str:
+    """The reason first, then what the log said before it."""
+    lines = log.decode(errors="replace").rstrip().splitlines()
+    reason = f"exit code {code}"
+    if lines and lines[-1].startswith(ERROR_PREFIX):
+        reason = lines.pop().removeprefix(ERROR_PREFIX)
+    message = f"The instance could not start: {reason}"
+    if lines:
+        message += "\nThe end of its log:\n" + "\n".join(lines[-LOG_TAIL_LINES:])
+    return message

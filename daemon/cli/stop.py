@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import signal
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -12,7 +15,8 @@ from rich.console import Console
 from daemon.config import ConfigFile, InstanceName, RunDir
 from daemon.errors import DeepInferError
 from daemon.inspection_client import InspectionClient
-from daemon.run_directory import choose_run_directory, running_pid
+from daemon.run_directory import choose_run_directory, not_running, running_pid
+from transport.sockets import Endpoints
 
 CLEAN_UP_SECONDS = 40.0
 """Beyond the drain: TERM, KILL and the clean-up."""
@@ -34,25 +38,42 @@ def stop(
     del config  # read by the command line, for its --instance and --run-dir
     path = choose_run_directory(instance, run_dir)
     pid = running_pid(path)
-    with InspectionClient(path, instance) as client:
-        client.stop(drain_timeout)
+    if pid is None:
+        raise DeepInferError(not_running(instance))
     seconds = (DEFAULT_DRAIN_SECONDS if drain_timeout is None else drain_timeout) + CLEAN_UP_SECONDS
-    if pid and not _ended(pid, seconds):
-        raise DeepInferError(
-            f"Instance {instance!r} (process {pid}) has not ended after {seconds:g} s: "
-            f"read its log, or end it with `kill -9 {pid}`."
-        )
-    Console(highlight=False).print(f"Instance {instance!r} has stopped.")
-
-
-def _ended(pid: int, seconds: float) -> bool:
     try:
         pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
+    except (ProcessLookupError, ValueError):
+        raise DeepInferError(
+            f"Instance {instance!r} is just starting or ending: try again in a moment."
+        ) from None
     try:
-        poller = select.poll()
-        poller.register(pidfd, select.POLLIN)
-        return bool(poller.poll(seconds * 1000))
+        _ask(path, instance, pidfd, drain_timeout)
+        if not _ended(pidfd, seconds):
+            raise DeepInferError(
+                f"Instance {instance!r} (process {pid}) has not ended after {seconds:g} s: "
+                f"read its log, or end it with `kill -9 {pid}`."
+            )
     finally:
         os.close(pidfd)
+    Console(highlight=False).print(f"Instance {instance!r} has stopped.", soft_wrap=True)
+
+
+def _ask(path: Path, instance: str, pidfd: int, drain_timeout: float | None) -> None:
+    if not Path(Endpoints(str(path)).control.removeprefix("ipc://")).exists():
+        # It is still fetching or checking: nothing to drain, and only signals are listened to.
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        return
+    try:
+        with InspectionClient(path, instance) as client:
+            client.stop(drain_timeout)
+    except DeepInferError:
+        if not _ended(pidfd, 0.0):
+            raise
+
+
+def _ended(pidfd: int, seconds: float) -> bool:
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(seconds * 1000))

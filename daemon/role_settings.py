@@ -15,7 +15,7 @@ from daemon.config import InstanceConfig
 from daemon.router.settings import RouterSettings
 from frontend.settings import FrontendSettings, TokenizerSettings
 from transport.child import ProcessSettings
-from transport.ids import ProcessName, process_name
+from transport.ids import ROUTER_NAME, ProcessName, process_name
 from transport.messages import Role
 from workers.settings import Accelerator, WorkerSettings
 
@@ -25,7 +25,6 @@ MODULES: Final[dict[Role, str]] = {
     "worker": "workers.run",
     "frontend": "frontend.run",
 }
-ROUTER: Final = ProcessName("router")
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def _spec(
 
 def _router(plan: InstancePlan) -> ChildSpec:
     config = plan.config
-    process = _process(plan, ROUTER, "router")
+    process = _process(plan, ROUTER_NAME, "router")
     settings = RouterSettings(
         process=process,
         workers=config.dp,

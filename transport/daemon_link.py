@@ -19,11 +19,13 @@ import zmq
 
 from transport.child import ProcessSettings
 from transport.framing import encode_header
+from transport.ids import ROUTER_NAME
 from transport.messages import (
     PROTOCOL_VERSION,
     FatalError,
     Hello,
     Message,
+    PeerLost,
     ProcessState,
     Refused,
     RequestRow,
@@ -70,6 +72,21 @@ class SocketTelemetry:
     def request_rows(self) -> list[RequestRow]:
         """None."""
         return []
+
+
+class RouterLossNotice:
+    """Remembers that the daemon has said that the router is gone, for a main loop to act on."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def notice(self, received: Received) -> None:
+        """Take a message of the daemon; others than the router's loss do not matter here."""
+        match received.message:
+            case PeerLost(name) if name == ROUTER_NAME:
+                self.event.set()
+            case other:
+                log.debug("the daemon sent a %s", type(other).__name__)
 
 
 class DaemonLink:

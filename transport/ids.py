@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NewType
+from typing import Final, NewType
 
 RequestId = NewType("RequestId", str)
 """One HTTP request for one prompt; chosen by the frontend, unique within the instance."""
 
 ProcessName = NewType("ProcessName", str)
 """Role and number of a process, `worker/0`; also its ZMQ identity."""
+
+ROUTER_NAME: Final = ProcessName("router")
+"""There is one router per instance."""
 
 Rank = NewType("Rank", int)
 """Attention-data-parallel rank: the number of a worker."""

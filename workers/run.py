@@ -10,9 +10,9 @@ import sys
 import zmq
 
 from transport.child import EXIT_FATAL, StopFlag, enter_process
-from transport.daemon_link import DaemonLink, LinkError, SocketTelemetry
+from transport.daemon_link import DaemonLink, LinkError, RouterLossNotice, SocketTelemetry
 from transport.messages import PROTOCOL_VERSION, Hello
-from transport.sockets import DealerSocket, Endpoints, Received
+from transport.sockets import DealerSocket, Endpoints
 from transport.telemetry import MetricSet
 from workers.engine import Engine, EngineError, ModelLoadError
 from workers.fake_engine import FakeEngine, FakeEngineSettings
@@ -34,10 +34,13 @@ def main() -> int:
         context, Endpoints(settings.process.run_dir).router, settings.process.name
     )
     metrics = MetricSet()
-    link = DaemonLink(context, settings.process, metrics, SocketTelemetry(dealer), _ignore)
+    router_lost = RouterLossNotice()
+    link = DaemonLink(
+        context, settings.process, metrics, SocketTelemetry(dealer), router_lost.notice
+    )
     try:
         link.start()
-        return _serve(settings, stop, dealer, link, metrics)
+        return _serve(settings, stop, dealer, link, metrics, router_lost)
     except LinkError as error:
         log.error("%s", error)
         return EXIT_FATAL
@@ -53,6 +56,7 @@ def _serve(
     dealer: DealerSocket,
     link: DaemonLink,
     metrics: MetricSet,
+    router_lost: RouterLossNotice,
 ) -> int:
     link.set_state("loading", "loading the model")
     try:
@@ -70,7 +74,7 @@ def _serve(
         # What start-up built lives as long as the process: spare the collector walking it.
         gc.collect()
         gc.freeze()
-        worker.run(stop, _hello(settings), settings.process.heartbeat_seconds)
+        worker.run(stop, _hello(settings), router_lost.event, settings.process.heartbeat_seconds)
         return 0
     except RouterRefusedError as error:
         log.error("the router refused this worker: %s", error)
@@ -125,10 +129,6 @@ def create_engine(settings: WorkerSettings, link: DaemonLink) -> Engine:
 def _hello(settings: WorkerSettings) -> Hello:
     process = settings.process
     return Hello(PROTOCOL_VERSION, "worker", process.name, os.getpid(), process.config_hash)
-
-
-def _ignore(received: Received) -> None:
-    log.debug("the daemon sent a %s", type(received.message).__name__)
 
 
 if __name__ == "__main__":

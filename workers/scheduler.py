@@ -170,6 +170,11 @@ class Scheduler:
             self._finish(sequence)
         return dropped
 
+    def cancel_all(self) -> None:
+        """Drop every sequence."""
+        for sequence in list(self._sequences.values()):
+            self._finish(sequence)
+
     def throttle(self, request_id: RequestId, index: int, paused: bool) -> None:
         """Leave a sequence out of decode steps, or take it in again."""
         for sequence in self._matching(request_id, index):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterable
 
@@ -100,8 +101,11 @@ class Worker:
         self._launch_times: list[tuple[float, bool]] = []
         self._welcome = False
 
-    def run(self, stop: StopFlag, hello: Hello, idle_seconds: float) -> None:
-        """Serve until `stop` is set.
+    def run(
+        self, stop: StopFlag, hello: Hello, router_lost: threading.Event, idle_seconds: float
+    ) -> None:
+        """Serve until `stop` is set. `router_lost` is set when there is a new router, which knows
+        neither this worker nor what it is working on.
 
         Raises:
             RouterRefusedError: the router does not take this worker.
@@ -113,6 +117,10 @@ class Worker:
         self._dealer.send(hello)
         idle_checked = False
         while not stop.is_set():
+            if router_lost.is_set():
+                router_lost.clear()
+                self._scheduler.cancel_all()
+                self._dealer.send(hello)
             self._receive()
             worked = self._step()
             self._link.tick()

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import sys
+import threading
 from pathlib import Path
 
 import zmq
@@ -15,7 +16,7 @@ from frontend.tokenizer.encoder import EncodedPrompt, PromptEncoder
 from frontend.tokenizer.errors import PromptError, TokenizerLoadError
 from frontend.tokenizer.load import load_tokenizer
 from transport.child import EXIT_FATAL, StopFlag, enter_process
-from transport.daemon_link import DaemonLink, LinkError, SocketTelemetry
+from transport.daemon_link import DaemonLink, LinkError, RouterLossNotice, SocketTelemetry
 from transport.framing import BadMessage, token_frame
 from transport.messages import (
     PROTOCOL_VERSION,
@@ -49,14 +50,20 @@ class TokenizerLoop:
         self._failures: Counter = metrics.counter("tokenizer_failures")
         self.refusal: str | None = None
 
-    def run(self, stop: StopFlag, hello: Hello, idle_seconds: float) -> None:
-        """Serve until `stop` is set or the router refuses this process."""
+    def run(
+        self, stop: StopFlag, hello: Hello, router_lost: threading.Event, idle_seconds: float
+    ) -> None:
+        """Serve until `stop` is set or the router refuses this process. `router_lost` is set when
+        there is a new router, which does not know this process."""
         poller = zmq.Poller()
         poller.register(self._dealer.socket, zmq.POLLIN)
         poller.register(stop.fd, zmq.POLLIN)
         self._dealer.send(hello)
         while not stop.is_set() and self.refusal is None:
             poller.poll(round(idle_seconds * 1000))
+            if router_lost.is_set():
+                router_lost.clear()
+                self._dealer.send(hello)
             try:
                 for received in self._dealer.drain(BATCH):
                     self._handle(received)
@@ -112,7 +119,8 @@ def main() -> int:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = DealerSocket(context, Endpoints(process.run_dir).router, process.name)
     metrics = MetricSet()
-    link = DaemonLink(context, process, metrics, SocketTelemetry(dealer), _ignore)
+    router_lost = RouterLossNotice()
+    link = DaemonLink(context, process, metrics, SocketTelemetry(dealer), router_lost.notice)
     try:
         link.start()
         link.set_state("loading", "loading the tokenizer")
@@ -121,7 +129,7 @@ def main() -> int:
         gc.freeze()
         loop = TokenizerLoop(encoder, dealer, link, metrics)
         hello = Hello(PROTOCOL_VERSION, "tokenizer", process.name, os.getpid(), process.config_hash)
-        loop.run(stop, hello, process.heartbeat_seconds)
+        loop.run(stop, hello, router_lost.event, process.heartbeat_seconds)
         if loop.refusal is None:
             return 0
         link.fatal(f"the router refused {process.name}: {loop.refusal}")
@@ -137,10 +145,6 @@ def main() -> int:
         link.close()
         dealer.close()
         context.term()
-
-
-def _ignore(received: Received) -> None:
-    log.debug("the daemon sent a %s", type(received.message).__name__)
 
 
 if __name__ == "__main__":

@@ -152,11 +152,16 @@ class Instance:
         if child.last_snapshot is not None:
             self._exporter.process_ended(child.last_snapshot)
             child.last_snapshot = None
-        for router in self._supervisor.by_role("router"):
-            if router.alive:
-                self._server.send(router.name, PeerLost(child.name))
+        for peer in self._concerned_by(child):
+            self._server.send(peer.name, PeerLost(child.name))
         if death.hopeless and not self._was_ready:
             self._fail_start(f"{child.name} cannot start: {death.reason}")
+
+    def _concerned_by(self, lost: Child) -> list[Child]:
+        """Who must know of a loss: the router, or of its own those that have to join the new one.
+        (Frontends watch their connection to the router themselves.)"""
+        roles = ("worker", "tokenizer") if lost.spec.role == "router" else ("router",)
+        return [c for c in self._supervisor.children.values() if c.alive and c.spec.role in roles]
 
     def _fail_start(self, reason: str) -> None:
         if self._stop is None:

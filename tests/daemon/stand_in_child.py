@@ -1,0 +1,72 @@
+"""A child that joins like any other and then does what its settings say (see test_instance.py)."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import msgspec
+import zmq
+
+from transport.child import EXIT_FATAL, ProcessSettings, enter_process
+from transport.daemon_link import DaemonLink, LinkError, SocketTelemetry
+from transport.messages import Drain, InstanceStatus
+from transport.telemetry import MetricSet
+
+
+class StandInSettings(msgspec.Struct, frozen=True):
+    """`act`: ready, never-ready, crash, fatal, deaf (ignores SIGTERM)."""
+
+    process: ProcessSettings
+    act: str
+    journal: str
+    """File to which the child writes what it hears."""
+
+
+def main() -> int:
+    settings, stop = enter_process(StandInSettings)
+
+    def hear(received) -> None:
+        match received.message:
+            case InstanceStatus(state, reason):
+                note(settings, f"status {state} {reason}")
+            case Drain():
+                note(settings, "drain")
+            case other:
+                note(settings, type(other).__name__ + " " + getattr(other, "name", ""))
+
+    context = zmq.Context()
+    link = DaemonLink(context, settings.process, MetricSet(), SocketTelemetry(), hear)
+    try:
+        link.start()
+    except LinkError as error:
+        note(settings, f"refused {error}")
+        return 1
+    try:
+        if settings.act == "crash":
+            return 3
+        if settings.act == "fatal":
+            link.fatal("the disk is on fire")
+            return EXIT_FATAL
+        link.set_state("loading", "its socks")
+        if settings.act != "never-ready":
+            link.set_state("ready")
+        stop.wait(60)
+        while settings.act == "deaf":
+            time.sleep(60)
+        return 0
+    finally:
+        link.close()
+        context.term()
+
+
+def note(settings: StandInSettings, text: str) -> None:
+    line = f"{settings.process.name} {os.getpid()} {text}\n".encode()
+    fd = os.open(settings.journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(fd, line)
+    os.close(fd)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

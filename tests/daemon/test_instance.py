@@ -1,0 +1,280 @@
+"""The daemon's main loop over stand-in children: ready, lost, hopeless, stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+import zmq
+
+from daemon.child_process import ChildSpec
+from daemon.config import InstanceConfig
+from daemon.control_server import ControlServer
+from daemon.errors import DeepInferError
+from daemon.inspection_client import InspectionClient
+from daemon.instance import Instance
+from daemon.role_settings import make_plan
+from daemon.run_directory import RunDirectory
+from daemon.stop_signals import StopSignals
+from daemon.supervisor import Supervisor
+from transport.child import ProcessSettings
+from transport.ids import ProcessName
+from transport.sockets import Endpoints
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 30.0
+
+
+class StandIns:
+    """An instance of stand-in children; `run` blocks like the daemon's main thread does."""
+
+    def __init__(self, tmp_path: Path, hash_of_children: str | None = None, **options) -> None:
+        self.path = tmp_path / "run"
+        self.journal = tmp_path / "journal"
+        self.journal.touch()
+        self.config = InstanceConfig(run_dir=self.path, heartbeat_seconds=0.05, **options)
+        self.plan = make_plan(self.config, tmp_path, self.path, os.getpid())
+        self.hash = hash_of_children or self.plan.config_hash
+        self.ready_urls: list[str] = []
+
+    def spec(self, name: str, act: str) -> ChildSpec:
+        role = name.partition("/")[0]
+        process = ProcessSettings(
+            name=ProcessName(name),
+            role=role,
+            instance="default",
+            run_dir=str(self.path),
+            parent_pid=os.getpid(),
+            config_hash=self.hash,
+            heartbeat_seconds=0.05,
+        )
+        settings = {"process": process, "act": act, "journal": str(self.journal)}
+        return ChildSpec(
+            ProcessName(name),
+            role,
+            "stand_in_child",
+            msgspec.json.encode(settings),
+            {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"},
+        )
+
+    def run(self, children: dict[str, str], meanwhile=None) -> None:
+        """Run until the instance has ended. `meanwhile(self)` runs on a thread once it is ready (or
+        at once, if it says so) and must make it stop."""
+        directory = RunDirectory.lock(self.path, "default")
+        signals = StopSignals()
+        context = zmq.Context()
+        server = ControlServer(context, Endpoints(str(self.path)), self.plan.config_hash)
+        self.supervisor = Supervisor(
+            [self.spec(name, act) for name, act in children.items()], directory.record_children
+        )
+        failures: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                meanwhile(self)
+            except BaseException as error:  # noqa: BLE001  re-raised on the main thread
+                failures.append(error)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        thread = threading.Thread(target=work)
+
+        def on_ready(url: str) -> None:
+            self.ready_urls.append(url)
+            if meanwhile is not None:
+                thread.start()
+
+        try:
+            Instance(self.plan, self.supervisor, server, 8888, on_ready).run(signals)
+        finally:
+            if thread.ident is not None:
+                thread.join(SECONDS)
+            server.close()
+            context.term()
+            signals.close()
+            directory.close()
+        if failures:
+            raise failures[0]
+
+    def client(self) -> InspectionClient:
+        return InspectionClient(self.path, "default")
+
+    def ask(self, what: str):
+        with self.client() as client:
+            return msgspec.json.decode(client.ask(what, SECONDS))
+
+    def stop(self, drain_timeout: float | None = 0.0) -> None:
+        with self.client() as client:
+            client.stop(drain_timeout)
+
+    def wait_for_line(self, *parts: str) -> str:
+        """The first line of the journal that holds all parts."""
+        found: list[str] = []
+
+        def look() -> bool:
+            lines = self.journal.read_text().splitlines()
+            found.extend(line for line in lines if all(part in line for part in parts))
+            return bool(found)
+
+        wait_until(look)
+        return found[0]
+
+    def pid_of(self, name: str) -> int:
+        rows = self.ask("processes")
+        return next(row["pid"] for row in rows if row["name"] == name)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Look until it holds; fails after SECONDS."""
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.02)
+
+
+GROUP = {"router": "ready", "worker/0": "ready", "tokenizer/0": "ready", "frontend/0": "ready"}
+
+
+def test_it_serves_when_all_are_ready_and_stops_when_asked(tmp_path):
+    stand_ins = StandIns(tmp_path)
+    pids = []
+
+    def meanwhile(instance: StandIns) -> None:
+        assert instance.ask("status")["state"] == "ready"
+        pids.extend(row["pid"] for row in instance.ask("processes"))
+        instance.stop()
+
+    stand_ins.run(GROUP, meanwhile)
+    assert stand_ins.ready_urls == ["http://127.0.0.1:8888"]
+    assert not stand_ins.path.exists()
+    assert [pid for pid in pids if pid != os.getpid() and psutil.pid_exists(pid)] == []
+    stand_ins.wait_for_line("frontend/0", "drain")
+    stand_ins.wait_for_line("router", "drain")
+
+
+def test_children_share_a_process_group_that_is_not_the_daemons(tmp_path):
+    groups = set()
+
+    def meanwhile(instance: StandIns) -> None:
+        for row in instance.ask("processes"):
+            if row["name"] != "daemon":
+                groups.add(os.getpgid(row["pid"]))
+        instance.stop()
+
+    StandIns(tmp_path).run(GROUP, meanwhile)
+    assert len(groups) == 1
+    assert groups != {os.getpgid(0)}
+
+
+@pytest.mark.parametrize("victim", ["router", "worker/0", "tokenizer/0", "frontend/0"])
+def test_a_killed_child_is_started_again_and_frontends_hear_of_it(tmp_path, victim):
+    def meanwhile(instance: StandIns) -> None:
+        old = instance.pid_of(victim)
+        os.kill(old, signal.SIGKILL)
+        if victim != "frontend/0":
+            instance.wait_for_line("frontend/0", "status degraded", victim)
+        wait_until(lambda: instance.pid_of(victim) not in (old, None))
+        wait_until(lambda: instance.ask("status")["state"] == "ready")
+        row = next(r for r in instance.ask("processes") if r["name"] == victim)
+        assert row["restarts"] == 1
+        instance.wait_for_line("frontend/0", "status ready")
+        if victim != "router":
+            instance.wait_for_line("router", "PeerLost", victim)
+        instance.stop()
+
+    StandIns(tmp_path).run(GROUP, meanwhile)
+
+
+def test_the_group_survives_the_death_of_all_children(tmp_path):
+    def meanwhile(instance: StandIns) -> None:
+        pids = [instance.pid_of(name) for name in GROUP]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: instance.ask("status")["state"] == "degraded")
+        wait_until(lambda: instance.ask("status")["state"] == "ready")
+        new = [instance.pid_of(name) for name in GROUP]
+        assert not set(pids) & set(new)
+        assert len({os.getpgid(pid) for pid in new}) == 1
+        instance.stop()
+
+    StandIns(tmp_path).run(GROUP, meanwhile)
+
+
+@pytest.mark.parametrize(
+    ("act", "reason"),
+    [
+        ("fatal", "worker/0 cannot start: the disk is on fire"),
+        ("crash", "worker/0 cannot start: exit code 3"),
+    ],
+)
+def test_a_hopeless_child_fails_the_start(tmp_path, act, reason):
+    stand_ins = StandIns(tmp_path)
+    with pytest.raises(DeepInferError, match=reason):
+        stand_ins.run({**GROUP, "worker/0": act})
+    assert stand_ins.ready_urls == []
+    assert not stand_ins.path.exists()
+    assert stand_ins.supervisor.num_alive == 0
+
+
+def test_a_start_that_takes_too_long_fails(tmp_path):
+    stand_ins = StandIns(tmp_path, start_timeout=1.5)
+    with pytest.raises(DeepInferError, match=r"not ready after 1\.5 s.*--start-timeout"):
+        stand_ins.run({**GROUP, "worker/0": "never-ready"})
+
+
+def test_children_of_another_configuration_are_refused(tmp_path):
+    stand_ins = StandIns(tmp_path, hash_of_children="other")
+    with pytest.raises(DeepInferError, match="cannot start"):
+        stand_ins.run({"worker/0": "ready"})
+    stand_ins.wait_for_line("refused", "another configuration")
+
+
+def test_a_child_that_ignores_sigterm_is_killed(tmp_path):
+    stand_ins = StandIns(tmp_path)
+    stand_ins.run({**GROUP, "worker/0": "deaf"}, lambda instance: instance.stop())
+    assert stand_ins.supervisor.num_alive == 0
+
+
+def test_signals_stop_it_too_also_while_it_starts(tmp_path):
+    stand_ins = StandIns(tmp_path)
+    asked = threading.Thread(
+        target=lambda: (
+            stand_ins.wait_for_line("frontend/0", "status starting"),
+            os.kill(os.getpid(), signal.SIGINT),
+        )
+    )
+    asked.start()
+    stand_ins.run({**GROUP, "worker/0": "never-ready"})
+    asked.join(SECONDS)
+    assert stand_ins.ready_urls == []
+    assert not stand_ins.path.exists()
+
+
+def test_a_stranger_cannot_join(tmp_path):
+    def meanwhile(instance: StandIns) -> None:
+        stranger = instance.spec("worker/0", "ready")
+        settings = msgspec.json.decode(stranger.settings)
+        settings["process"]["parent_pid"] = os.getpid()
+        with subprocess.Popen(
+            [sys.executable, "-m", stranger.module],
+            stdin=subprocess.PIPE,
+            env={**os.environ, **stranger.environment},
+        ) as process:
+            process.stdin.write(msgspec.json.encode(settings) + b"\n")
+            process.stdin.flush()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(SECONDS)
+            assert process.returncode == 1
+        instance.wait_for_line("refused", "is not worker/0 of this instance")
+        instance.stop()
+
+    StandIns(tmp_path).run(GROUP, meanwhile)

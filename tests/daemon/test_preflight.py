@@ -1,0 +1,105 @@
+"""What fails before any process is started, in one sentence that says what to do."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+import pytest
+
+from daemon import preflight
+from daemon.config import InstanceConfig
+from daemon.errors import ConfigurationError, DeepInferError
+from daemon.preflight import (
+    check_devices,
+    check_keys_file,
+    check_weights,
+    find_model,
+    raise_descriptor_limit,
+)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A directory that looks like a checkpoint."""
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    return tmp_path
+
+
+def find(path) -> None:
+    directory = find_model(str(path), pytest.fail)
+    check_weights(directory)
+
+
+def test_a_checkpoint_is_found_also_by_a_relative_path(checkpoint, monkeypatch):
+    monkeypatch.chdir(checkpoint.parent)
+    assert find_model(checkpoint.name, pytest.fail) == checkpoint
+    find(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("missing", "told"),
+    [
+        ("config.json", "config.json"),
+        ("tokenizer.json", "no tokenizer"),
+        ("model.safetensors", "no weights"),
+    ],
+)
+def test_a_missing_file_is_named(checkpoint, missing, told):
+    (checkpoint / missing).unlink()
+    with pytest.raises(ConfigurationError, match=told) as caught:
+        find(checkpoint)
+    assert str(checkpoint) in str(caught.value)
+
+
+def test_no_such_path_is_not_taken_for_a_hub_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match="does not exist"):
+        find("org/model")
+
+
+def test_a_file_is_no_model(checkpoint):
+    with pytest.raises(ConfigurationError, match="is a file"):
+        find(checkpoint / "config.json")
+
+
+def test_a_hub_cache_directory_gets_a_hint(tmp_path):
+    snapshot = tmp_path / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").touch()
+    with pytest.raises(ConfigurationError, match=f"Did you mean {snapshot}"):
+        find(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_directory_is_named(checkpoint):
+    checkpoint.chmod(0)
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        find(checkpoint)
+    checkpoint.chmod(0o700)
+
+
+def test_more_workers_than_devices(monkeypatch):
+    monkeypatch.setattr(preflight, "nvidia_devices", lambda: ["0"])
+    check_devices(InstanceConfig(dp=1), "nvidia")
+    check_devices(InstanceConfig(dp=2), "cpu")
+    with pytest.raises(ConfigurationError, match="needs 2 GPUs, but 1"):
+        check_devices(InstanceConfig(dp=2), "nvidia")
+
+
+def test_keys_file(tmp_path):
+    check_keys_file(None)
+    with pytest.raises(ConfigurationError, match="--api-keys-file"):
+        check_keys_file(tmp_path / "none")
+
+
+def test_the_soft_limit_on_files_is_lifted(monkeypatch):
+    limits = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (256, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda _kind, limit: limits.append(limit))
+    raise_descriptor_limit(InstanceConfig())
+    assert limits == [(4096, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (64, 64))
+    with pytest.raises(DeepInferError, match="ulimit -n"):
+        raise_descriptor_limit(InstanceConfig())

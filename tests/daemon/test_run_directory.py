@@ -1,0 +1,134 @@
+"""The run directory: one owner, right place, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from daemon.errors import ConfigurationError, DeepInferError
+from daemon.run_directory import (
+    CHILDREN_FILE,
+    RunDirectory,
+    choose_run_directory,
+    running_pid,
+)
+
+
+@pytest.fixture
+def run_path(tmp_path) -> Path:
+    return tmp_path / "runs" / "a"
+
+
+def test_the_lock_tells_who_runs(run_path):
+    assert running_pid(run_path) is None
+    directory = RunDirectory.lock(run_path, "a")
+    assert running_pid(run_path) == os.getpid()
+    assert run_path.stat().st_mode & 0o777 == 0o700
+    directory.close()
+    assert running_pid(run_path) is None
+    assert not run_path.exists()
+
+
+def test_a_second_owner_is_refused_and_disturbs_nothing(run_path):
+    directory = RunDirectory.lock(run_path, "a")
+    (run_path / "control.sock").touch()
+    with pytest.raises(DeepInferError, match=rf"'a' is already running \(process {os.getpid()}\)"):
+        RunDirectory.lock(run_path, "a")
+    assert (run_path / "control.sock").exists()
+    assert running_pid(run_path) == os.getpid()
+    directory.close()
+
+
+def test_closing_twice_is_harmless(run_path):
+    directory = RunDirectory.lock(run_path, "a")
+    directory.close()
+    with RunDirectoryOf(run_path):
+        directory.close()
+        assert running_pid(run_path) == os.getpid()
+
+
+def test_files_of_others_stay(run_path):
+    run_path.mkdir(parents=True)
+    (run_path / "notes").write_text("mine")
+    (run_path / "router.sock").touch()
+    directory = RunDirectory.lock(run_path, "a")
+    assert not (run_path / "router.sock").exists()
+    directory.close()
+    assert [entry.name for entry in run_path.iterdir()] == ["notes"]
+
+
+def test_a_killed_owner_frees_the_lock_and_its_children_are_ended(run_path):
+    child = subprocess.Popen(["sleep", "1000"])
+    code = (
+        "import os, sys; from pathlib import Path; from daemon.run_directory import RunDirectory\n"
+        "d = RunDirectory.lock(Path(sys.argv[1]), 'a'); d.record_children([int(sys.argv[2])])\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(run_path), str(child.pid)], check=False)
+    assert (run_path / CHILDREN_FILE).exists()
+    assert running_pid(run_path) is None
+    directory = RunDirectory.lock(run_path, "a")
+    assert child.wait(0) == -9
+    assert not (run_path / CHILDREN_FILE).exists()
+    directory.close()
+
+
+def test_a_stranger_with_a_recorded_pid_is_left_alone(run_path):
+    run_path.mkdir(parents=True, mode=0o700)
+    with subprocess.Popen(["sleep", "1000"]) as stranger:
+        created = psutil.Process(stranger.pid).create_time()
+        (run_path / CHILDREN_FILE).write_text(json.dumps([[stranger.pid, created - 10]]))
+        RunDirectory.lock(run_path, "a").close()
+        assert stranger.poll() is None
+        stranger.kill()
+
+
+def test_a_file_in_the_way_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(DeepInferError, match="--run-dir"):
+        RunDirectory.lock(tmp_path / "file" / "a", "a")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_place_is_named(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(DeepInferError, match="--run-dir"):
+        RunDirectory.lock(tmp_path / "a", "a")
+
+
+def test_a_path_too_long_for_a_socket_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="at most 107"):
+        choose_run_directory("a", tmp_path / ("x" * 100))
+
+
+def test_the_first_place_that_fits(monkeypatch, tmp_path):
+    monkeypatch.setenv("RUNTIME_DIRECTORY", "/run/service")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert choose_run_directory("a", Path("/x/y")) == Path("/x/y")
+    assert choose_run_directory("a", None) == Path("/run/service")
+    monkeypatch.delenv("RUNTIME_DIRECTORY")
+    assert choose_run_directory("a", None) == tmp_path / "deepinfer" / "a"
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    monkeypatch.delenv("TMPDIR", raising=False)
+    assert choose_run_directory("a", None) == Path("/tmp/deepinfer-1234/a")
+
+
+class RunDirectoryOf:
+    """A locked run directory for a block."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> RunDirectory:
+        self._directory = RunDirectory.lock(self._path, "a")
+        return self._directory
+
+    def __exit__(self, *_error) -> None:
+        self._directory.close()

@@ -127,6 +127,8 @@ class Instance:
         now = time.monotonic()
         if signals.take():
             self._begin_stop(now, self._plan.config.drain_timeout, hurry=signals.count > 1)
+            if signals.count > 2:
+                self._kill(now)
         self._server.handle_incoming(self)
         for death in self._supervisor.collect_deaths(now, not self._was_ready):
             self._on_death(death)
@@ -307,13 +309,18 @@ class Instance:
                 self._supervisor.terminate()
         elif stop.killed is None:
             if now - stop.terminated > TERMINATE_SECONDS:
-                left = [c.name for c in self._supervisor.children.values() if c.alive]
-                log.warning("killing what does not end: %s", ", ".join(left))
-                stop.killed = now
-                self._supervisor.kill()
+                self._kill(now)
         elif now - stop.killed > KILL_SECONDS:
-            left = [c.name for c in self._supervisor.children.values() if c.alive]
-            raise DeepInferError(f"These processes do not end: {', '.join(left)}.")
+            raise DeepInferError(f"These processes do not end: {self._left()}.")
+
+    def _kill(self, now: float) -> None:
+        if self._stop is not None and self._stop.killed is None:
+            log.warning("killing what has not ended: %s", self._left())
+            self._stop.terminated = self._stop.killed = now
+            self._supervisor.kill()
+
+    def _left(self) -> str:
+        return ", ".join(c.name for c in self._supervisor.children.values() if c.alive)
 
 
 def _why(child: Child) -> str:

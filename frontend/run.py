@@ -30,8 +30,8 @@ from frontend.text_decoding import TokenTexts
 from frontend.tokenizer.detokenizer import Detokenizer
 from frontend.tokenizer.errors import TokenizerLoadError
 from frontend.tokenizer.load import load_tokenizer
-from transport.child import EXIT_FATAL, StopFlag, enter_process
-from transport.daemon_link import DaemonLink, LinkError
+from transport.child import EXIT_FATAL, ProcessSettings, StopFlag, enter_process
+from transport.daemon_link import DaemonLink, LinkError, SocketTelemetry
 from transport.messages import InstanceStatus, RequestRow, SocketStats
 from transport.telemetry import MetricSet
 
@@ -173,6 +173,20 @@ async def _run(settings: FrontendSettings, stop: StopFlag, texts: TokenTexts) ->
     await Frontend(settings, stop, texts).run()
 
 
+def _tell_daemon(process: ProcessSettings, reason: str) -> None:
+    """Say why this process ends for good before it has ever had a line to the daemon."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    link = DaemonLink(context, process, MetricSet(), SocketTelemetry(), lambda received: None)
+    try:
+        link.start()
+        link.fatal(reason)
+    except LinkError as error:
+        log.error("%s", error)
+    finally:
+        link.close()
+        context.term()
+
+
 def main() -> int:
     """Entry point; returns the exit code."""
     settings, stop = enter_process(FrontendSettings)
@@ -183,6 +197,7 @@ def main() -> int:
             runner.run(_run(settings, stop, texts))
     except (TokenizerLoadError, ValueError) as error:
         log.error("%s", error)
+        _tell_daemon(settings.process, str(error))
         return EXIT_FATAL
     except (LinkError, RouterLineError) as error:
         log.error("%s", error)

@@ -139,7 +139,12 @@ def load_model(
             f"The weights in {model_dir} do not fit into the memory of {device}; use a smaller "
             "model, a smaller dtype or another device."
         ) from error
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except SafetensorError as error:
+        raise ModelLoadError(
+            f"A *.safetensors file in {model_dir} is damaged or incomplete "
+            f"({first_line(error)}): fetch it again."
+        ) from error
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         if isinstance(error, ModelLoadError):
             raise
         raise ModelLoadError(

@@ -1,0 +1,380 @@
+"""Instances run through the real command line, and what they must leave behind: nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from daemon.errors import DeepInferError
+from daemon.inspection_client import InspectionClient
+
+ROOT = Path(__file__).parents[2]
+READY_SECONDS = 90.0
+STOP_SECONDS = 30.0
+HTTP_SECONDS = 60.0
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def eventually(check: Callable[[], object], seconds: float, what: str) -> object:
+    """The first true answer of `check`; fails the test after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        answer = check()
+        if answer:
+            return answer
+        if time.monotonic() > deadline:
+            pytest.fail(f"after {seconds:g} s still not: {what}")
+        time.sleep(0.02)
+
+
+def environment(changes: Mapping[str, str] = {}) -> dict[str, str]:
+    """Ours without any option of an instance, so that tests do not depend on who runs them."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("DEEPINFER_")}
+    return {**inherited, "DEEPINFER_ACCELERATOR": "cpu", "COLUMNS": "200", **changes}
+
+
+def command_line(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "daemon.cli.main", *map(str, arguments)]
+
+
+def flags(options: Mapping[str, object]) -> list[str]:
+    """max_num_seqs=4 -> --max-num-seqs 4"""
+    return [word for k, v in options.items() for word in ("--" + k.replace("_", "-"), str(v))]
+
+
+def session_members(leader: int) -> dict[int, str]:
+    """Living processes of a session, with their command lines."""
+    found = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                found[process.pid] = " ".join(process.cmdline())
+    return found
+
+
+@dataclass
+class Reply:
+    """An HTTP answer."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> dict:
+        return json.loads(self.body)
+
+
+class Stream:
+    """A streamed answer being read."""
+
+    def __init__(self, connection: http.client.HTTPConnection, response) -> None:
+        self.connection = connection
+        self.status = response.status
+        self._response = response
+
+    def events(self) -> Iterator[dict]:
+        """Events until [DONE], which must come."""
+        while True:
+            line = self._response.readline()
+            assert line, "the stream ended without [DONE]"
+            if line.startswith(b"data: "):
+                data = line.removeprefix(b"data: ").strip()
+                if data == b"[DONE]":
+                    return
+                yield json.loads(data)
+
+    def pieces(self) -> Iterator[str]:
+        """Text pieces of a one-choice answer."""
+        for event in self.events():
+            assert "error" not in event, event
+            for choice in event["choices"]:
+                delta = choice.get("delta")
+                yield (choice["text"] if delta is None else delta.get("content")) or ""
+
+    def hang_up(self) -> None:
+        self.connection.close()
+        self._response.close()
+
+
+class Server:
+    """One `deepinfer serve` in a session of its own."""
+
+    def __init__(self, folder: Path, model: Path, options: Mapping[str, object]) -> None:
+        self.folder = folder
+        self.log_path = folder / "log"
+        options = {
+            "instance": f"t{secrets.token_hex(4)}",
+            "run_dir": folder / "run",
+            "model": model,
+            "port": 0,
+            "heartbeat_seconds": 0.1,
+            **options,
+        }
+        self.instance = str(options["instance"])
+        self.run_dir = Path(str(options["run_dir"]))
+        self.arguments = flags(options)
+        self.url = ""
+        self.exit_code: int | None = None
+        with self.log_path.open("wb") as log, (folder / "out").open("wb") as out:
+            self.process = subprocess.Popen(
+                command_line("serve", *self.arguments),
+                stdin=subprocess.DEVNULL, stdout=out, stderr=log, cwd=ROOT, env=environment(),
+                start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    @property
+    def output(self) -> str:
+        return (self.folder / "out").read_text(errors="replace")
+
+    def ask(self, what: str, timeout: float = 5.0) -> dict:
+        with InspectionClient(self.run_dir, self.instance) as client:
+            return json.loads(client.ask(what, timeout))
+
+    def listening(self) -> Server:
+        """Wait until there is a port, ready or not."""
+        eventually(self._find_url, READY_SECONDS, "the daemon answers")
+        return self
+
+    def ready(self) -> Server:
+        """Wait until it serves."""
+        self.listening()
+        eventually(self._is_ready, READY_SECONDS, "the instance is ready")
+        return self
+
+    def _find_url(self) -> bool:
+        assert self.process.poll() is None, f"serve has ended:\n{self.log[-3000:]}"
+        try:
+            self.url = self.ask("status", 1.0)["url"]
+        except DeepInferError:
+            return False
+        return True
+
+    def _is_ready(self) -> bool:
+        assert self.process.poll() is None, f"serve has ended:\n{self.log[-3000:]}"
+        return self.ask("status")["state"] == "ready" and self.get("/ready").status == 200
+
+    def state(self) -> dict:
+        return self.ask("state")
+
+    def pids(self) -> dict[str, int]:
+        return {row["name"]: row["pid"] for row in self.ask("processes")}
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of the samples of a metric, by its exposed name without the prefix."""
+        families = text_string_to_metric_families(self.get("/metrics").body.decode())
+        values = [
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == f"deepinfer:{name}" and labels.items() <= sample.labels.items()
+        ]
+        assert values, f"no metric {name}"
+        return sum(values)
+
+    # ---- HTTP ---------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
+
+    def get(self, path: str, headers: Mapping[str, str] = {}) -> Reply:
+        return self._exchange("GET", path, None, headers)
+
+    def post(self, path: str, body: object, headers: Mapping[str, str] = {}) -> Reply:
+        return self._exchange("POST", path, json.dumps(body), headers)
+
+    def _exchange(self, method: str, path: str, body: str | None, headers) -> Reply:
+        connection = http.client.HTTPConnection(*self.address, timeout=HTTP_SECONDS)
+        with contextlib.closing(connection):
+            connection.request(method, path, body, dict(headers))
+            response = connection.getresponse()
+            return Reply(response.status, response.headers, response.read())
+
+    @contextlib.contextmanager
+    def stream(self, path: str, body: dict) -> Iterator[Stream]:
+        connection = http.client.HTTPConnection(*self.address, timeout=HTTP_SECONDS)
+        with contextlib.closing(connection):
+            connection.request("POST", path, json.dumps({**body, "stream": True}))
+            response = connection.getresponse()
+            stream = Stream(connection, response)
+            assert response.status == 200, response.read()
+            yield stream
+
+    # ---- the end ------------------------------------------------------------------------------
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        """Exit code, once it has ended."""
+        self.exit_code = self.process.wait(STOP_SECONDS)
+        return self.exit_code
+
+    def nothing_left(self) -> None:
+        """No process, no file, no port."""
+        assert session_members(self.process.pid) == {}
+        assert not self.run_dir.exists(), sorted(self.run_dir.iterdir())
+        if self.url:
+            with socket.socket() as taken:
+                taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                taken.bind(self.address)
+
+    def end(self) -> None:
+        """SIGTERM must end it well, unless the test has ended it."""
+        if self.exit_code is None:
+            self.signal(signal.SIGTERM)
+            assert self.wait() == 0, self.log[-3000:]
+        self.nothing_left()
+
+    def destroy(self) -> None:
+        """Whatever happened."""
+        for pid in session_members(self.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(STOP_SECONDS)
+
+
+@contextlib.contextmanager
+def run_server(model: Path, **options: object) -> Iterator[Server]:
+    # Not pytest's own folder: the path of a socket may have 107 bytes.
+    folder = Path(tempfile.mkdtemp(prefix="di-", dir="/tmp"))
+    server = Server(folder, model, options)
+    try:
+        yield server
+        server.end()
+    except BaseException:
+        print(f"---- end of the log of {server.instance}\n{server.log[-6000:]}")
+        raise
+    finally:
+        server.destroy()
+        shutil.rmtree(folder)
+
+
+def make_tokenizer(folder: Path) -> int:
+    """A byte-level BPE with ChatML; returns the size of its vocabulary."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "hello"), ("t", "he")]
+    words = SPECIALS + alphabet + [left + right for left, right in merges]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in SPECIALS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"chat_template": CHATML, "eos_token": "<|im_end|>", "model_max_length": 2048}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return len(words)
+
+
+# ---- fixtures -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama whose page of 128 tokens has 64 KiB, with a tokenizer of its own."""
+    folder = tmp_path_factory.mktemp("tiny") / "tiny-llama"
+    folder.mkdir()
+    vocab = make_tokenizer(folder)
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048,
+        initializer_range=0.2, bos_token_id=0, eos_token_id=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).float().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def serve(tiny_dir: Path):
+    """serve(model=tiny model, **options): context of a running `deepinfer serve`."""
+
+    def open_server(model: Path | None = None, **options: object):
+        return run_server(model or tiny_dir, **options)
+
+    return open_server
+
+
+@pytest.fixture(scope="session")
+def tiny_server(serve) -> Iterator[Server]:
+    """The tiny model, for tests of the protocol that do not disturb each other."""
+    with serve() as server:
+        yield server.ready()
+
+
+@pytest.fixture(scope="session")
+def chat_server(serve, smollm2_dir: Path) -> Iterator[Server]:
+    """The default model."""
+    with serve(smollm2_dir, dtype="float32") as server:
+        yield server.ready()
+
+
+@pytest.fixture(scope="session")
+def fake_server(serve) -> Iterator[Server]:
+    """No model: a token every 20 ms."""
+    with serve(engine="fake", fake_step_ms=20, max_waiting=2, max_num_seqs=2) as server:
+        yield server.ready()
+
+
+@pytest.fixture(scope="session")
+def cli():
+    """cli("status", "--json"): run a command to its end."""
+
+    def run(*arguments: object, timeout: float = 60.0, **variables: str):
+        return subprocess.run(
+            command_line(*arguments),
+            cwd=ROOT, env=environment(variables), capture_output=True, text=True, timeout=timeout,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture(scope="session", name="eventually")
+def eventually_fixture() -> Callable[[Callable[[], object], float, str], object]:
+    """eventually(check, seconds, what)"""
+    return eventually
+
+
+@pytest.fixture(scope="session", name="session_members")
+def session_members_fixture() -> Callable[[int], dict[int, str]]:
+    """session_members(leader)"""
+    return session_members
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A folder whose path leaves room for a socket's name."""
+    folder = Path(tempfile.mkdtemp(prefix="di-", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder)

@@ -1,0 +1,352 @@
+"""Instances start, stop, fail and recover as their user was told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+
+import psutil
+import pytest
+
+FAKE = {"engine": "fake", "fake_step_ms": 5}
+PROMPT = {"prompt": "hello the", "temperature": 0}
+
+
+def answers(server) -> bool:
+    reply = server.post("/v1/completions", {**PROMPT, "max_tokens": 3})
+    return reply.status == 200 and reply.json["usage"]["completion_tokens"] == 3
+
+
+def one_sentence(result) -> str:
+    """The error of a command that must have failed with nothing but one sentence at its end."""
+    assert result.returncode > 0, result.stdout
+    assert "Traceback" not in result.stderr
+    lines = [line for line in result.stderr.strip().splitlines() if line.startswith("deepinfer: ")]
+    assert len(lines) == 1, result.stderr
+    sentence = lines[0].removeprefix("deepinfer: ")
+    assert sentence == result.stderr.strip().splitlines()[-1].removeprefix("deepinfer: ")
+    assert sentence[0].isupper() or sentence.startswith(("worker/", "tokenizer/", "frontend/"))
+    return sentence
+
+
+# ---- start, status, stop ---------------------------------------------------------------------------
+
+
+def test_start_status_and_stop(cli, tiny_dir, short_dir, session_members):
+    run_dir = short_dir / "run"
+    where = ("--instance", "e2e-start", "--run-dir", run_dir)
+    down = cli("status", *where)
+    assert "is not running" in one_sentence(down)
+    assert "deepinfer start" in down.stderr
+
+    started = cli("start", *where, "--model", tiny_dir, "--engine", "fake", "--port", "0")
+    assert started.returncode == 0, started.stderr
+    assert "is ready" in started.stdout
+    try:
+        status = cli("status", *where, "--json")
+        assert status.returncode == 0
+        found = json.loads(status.stdout)
+        assert found["state"] == "ready"
+        assert found["model"] == "tiny-llama"
+        assert not found["url"].endswith(":0")
+        assert (run_dir.stat().st_mode & 0o777) == 0o700
+        names = " ".join(session_members(found["pid"]).values())
+        for name in ("router", "worker/0", "tokenizer/0", "frontend/0"):
+            assert f"deepinfer:{name} [e2e-start]" in names
+
+        again = cli("start", *where, "--model", tiny_dir, "--engine", "fake", "--port", "0")
+        assert f"already running (process {found['pid']})" in one_sentence(again)
+        assert cli("status", *where).returncode == 0
+    finally:
+        stopped = cli("stop", *where)
+    assert stopped.returncode == 0, stopped.stderr
+    assert session_members(found["pid"]) == {}
+    assert not run_dir.exists()
+    assert "is not running" in one_sentence(cli("stop", *where))
+
+
+def test_start_shows_the_reason_of_a_failure(cli, short_dir, tmp_path):
+    result = cli("start", "--run-dir", short_dir / "run", "--model", tmp_path, "--port", "0")
+    assert result.returncode > 0
+    assert "has no config.json" in result.stderr
+    assert not (short_dir / "run").exists()
+
+
+def test_serve_says_where_it_listens(serve):
+    with serve(**FAKE) as server:
+        server.ready()
+        assert server.address[1] != 0
+        assert f"is ready at {server.url}" in server.output
+        assert f"curl {server.url}/v1/chat/completions" in server.output
+
+
+def test_a_second_serve_of_an_instance_is_refused(fake_server, cli):
+    result = cli("serve", *fake_server.arguments)
+    assert "is already running" in one_sentence(result)
+    assert answers(fake_server)
+
+
+def test_a_taken_port_is_one_sentence_and_leaves_nothing(fake_server, cli, tiny_dir, short_dir):
+    port = fake_server.address[1]
+    run_dir = short_dir / "run"
+    result = cli("serve", "--model", tiny_dir, "--run-dir", run_dir, "--port", port)
+    assert f"Port {port} is already in use" in one_sentence(result)
+    assert not run_dir.exists()
+    assert answers(fake_server)
+
+
+def test_instances_side_by_side_do_not_disturb_each_other(serve):
+    with serve(**FAKE) as first:
+        with serve(**FAKE) as second:
+            first.ready()
+            second.ready()
+            assert first.address != second.address
+            body = {**PROMPT, "max_tokens": 400, "stream_options": {"include_usage": True}}
+            with first.stream("/v1/completions", body) as stream:
+                events = stream.events()
+                next(events)
+                second.signal(signal.SIGTERM)
+                assert second.wait() == 0
+                assert list(events)[-1]["usage"]["completion_tokens"] == 400
+        assert answers(first)
+
+
+# ---- ends ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_end_it_with_code_zero(serve, number):
+    with serve(**FAKE) as server:
+        server.ready()
+        server.signal(number)
+        assert server.wait() == 0
+        assert "stopped; nothing is left" in server.log
+
+
+def test_a_signal_during_the_start_ends_it(serve):
+    with serve() as server:
+        server.listening()
+        assert server.ask("status")["state"] == "starting"
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+
+
+def test_stop_during_the_start(serve, cli):
+    with serve() as server:
+        server.listening()
+        result = cli("stop", "--instance", server.instance, "--run-dir", server.run_dir)
+        assert result.returncode == 0, result.stderr
+        assert server.wait() == 0
+
+
+def test_a_killed_daemon_takes_its_children_along_and_can_be_started_anew(
+    serve, eventually, session_members, short_dir
+):
+    options = {"run_dir": short_dir / "run", "instance": "killed", **FAKE}
+    with serve(**options) as first:
+        first.ready()
+        port = first.address[1]
+        first.signal(signal.SIGKILL)
+        assert first.wait() == -signal.SIGKILL
+        with serve(**options, port=port) as second:  # at once: it ends what is left over itself
+            second.ready()
+            assert session_members(first.process.pid) == {}
+            assert answers(second)
+
+
+def test_children_of_a_killed_daemon_end_by_themselves(serve, eventually, session_members):
+    with serve(**FAKE) as server:
+        server.ready()
+        server.signal(signal.SIGKILL)
+        server.wait()
+        eventually(lambda: not session_members(server.process.pid), 5, "all children have ended")
+        shutil.rmtree(server.run_dir)
+
+
+# ---- losses ----------------------------------------------------------------------------------------
+
+
+def kill(server, name: str, eventually) -> None:
+    """Kill a process and wait until the instance is whole again."""
+    old = server.pids()[name]
+    os.kill(old, signal.SIGKILL)
+    eventually(lambda: server.pids()[name] not in (old, None), 10, f"{name} runs again")
+    server.ready()
+
+
+@pytest.mark.parametrize("name", ["tokenizer/0", "frontend/0", "router", "worker/0"])
+def test_a_lost_process_is_replaced_and_service_goes_on(serve, eventually, name):
+    with serve(**FAKE) as server:
+        server.ready()
+        before = server.pids()
+        kill(server, name, eventually)
+        assert answers(server)
+        after = server.pids()
+        assert {key for key in after if after[key] != before[key]} == {name}
+        assert server.metric("process_restarts_total", process=name) == 1
+
+
+def test_a_request_at_a_lost_tokenizer_is_still_answered(serve, eventually):
+    with serve(**FAKE) as server:
+        server.ready()
+        tokenizer = psutil.Process(server.pids()["tokenizer/0"])
+        tokenizer.suspend()
+        with contextlib.ExitStack() as stack:
+            body = {**PROMPT, "max_tokens": 3, "ignore_eos": True}
+            pool = stack.enter_context(_threads())
+            reply = pool.submit(server.post, "/v1/completions", body)
+            eventually(
+                lambda: server.ask("status")["requests"]["tokenizing"],
+                5,
+                "it is with the tokenizer",
+            )
+            tokenizer.kill()
+            assert reply.result(30).status == 200
+
+
+def _threads():
+    from concurrent.futures import ThreadPoolExecutor
+
+    return ThreadPoolExecutor(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_stream_survives_the_loss_of_its_worker(serve, eventually, dp):
+    body = {
+        **PROMPT, "max_tokens": 700, "ignore_eos": True,
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    with serve(dp=dp, routing="least-loaded") as server:
+        server.ready()
+        with server.stream("/v1/completions", body) as stream:
+            wanted = list(stream.events())
+        with server.stream("/v1/completions", body) as stream:
+            events = stream.events()
+            got = [next(events) for _ in range(20)]
+            rows = eventually(lambda: server.ask("requests"), 5, "the request is shown")
+            os.kill(server.pids()[f"worker/{rows[0]['rank']}"], signal.SIGKILL)
+            got += events
+        assert text_of(got) == text_of(wanted)
+        assert got[-1]["usage"] == wanted[-1]["usage"]
+        assert got[-1]["usage"]["completion_tokens"] == 700
+        server.ready()
+        assert server.metric("request_migrations_total") == 1
+
+
+def text_of(events: list[dict]) -> str:
+    assert not any("error" in event for event in events)
+    return "".join(choice["text"] for event in events for choice in event["choices"])
+
+
+# ---- models that cannot be served ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broken_dir(request, tiny_dir, tmp_path):
+    """The tiny model, with one thing wrong."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_dir, folder)
+    match request.param:
+        case "missing":
+            shutil.rmtree(folder)
+        case "file":
+            shutil.rmtree(folder)
+            folder.write_text("no directory")
+        case "no config":
+            (folder / "config.json").unlink()
+        case "bad config":
+            (folder / "config.json").write_text("{")
+        case "no weights":
+            (folder / "model.safetensors").unlink()
+        case "truncated weights":
+            weights = folder / "model.safetensors"
+            weights.write_bytes(weights.read_bytes()[:-1000])
+        case "no tokenizer":
+            (folder / "tokenizer.json").unlink()
+            (folder / "tokenizer_config.json").unlink()
+        case "bad tokenizer":
+            (folder / "tokenizer.json").write_text('{"model": 5}')
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("broken_dir", "words"),
+    [
+        ("missing", "does not exist"),
+        ("file", "is a file"),
+        ("no config", "has no config.json"),
+        ("bad config", "config"),
+        ("no weights", "has no weights"),
+        ("truncated weights", "safetensors"),
+        ("no tokenizer", "has no tokenizer"),
+        ("bad tokenizer", "tokenizer"),
+    ],
+    indirect=["broken_dir"],
+)
+def test_a_broken_model_is_one_sentence_and_leaves_nothing(cli, short_dir, broken_dir, words):
+    run_dir = short_dir / "run"
+    result = cli("serve", "--model", broken_dir, "--run-dir", run_dir, "--port", "0")
+    sentence = one_sentence(result)
+    assert words in sentence
+    assert str(broken_dir) in sentence
+    assert not run_dir.exists()
+
+
+# ---- the command line ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        (), ("serve",), ("start",), ("stop",), ("status",), ("config",), ("config", "show"),
+        ("inspect",), ("inspect", "processes"), ("inspect", "requests"), ("inspect", "queues"),
+        ("inspect", "cache"), ("inspect", "sockets"), ("top",),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_every_command_has_help(cli, command):
+    result = cli(*command, "--help")
+    assert result.returncode == 0
+    assert result.stderr == ""
+    assert "Usage: deepinfer" in result.stdout
+
+
+def test_wrong_options_are_refused(cli):
+    for arguments in (("--dp", "0"), ("--port", "70000"), ("--instance", "../x"), ("--what", "1")):
+        result = cli("serve", *arguments)
+        assert result.returncode == 2, arguments
+        assert "Traceback" not in result.stderr
+        assert arguments[0] in result.stderr
+
+
+def test_config_show_tells_values_and_origins(cli, tmp_path):
+    file = tmp_path / "instance.toml"
+    file.write_text('port = 7001\ndp = 2\nmodel = "from-file"\nmax_waiting = 9\n')
+    result = cli(
+        "config", "show", "--config", file, "--port", "7003",
+        DEEPINFER_PORT="7002", DEEPINFER_DP="3",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    rows = {}
+    for line in result.stdout.splitlines():
+        if line.startswith("--"):
+            option, value, origin = (line.split(None, 2) + ["", ""])[:3]
+            rows[option] = (value, origin.strip())
+    assert rows["--port"] == ("7003", "flag --port")
+    assert rows["--dp"] == ("3", "environment DEEPINFER_DP")
+    assert rows["--model"][0] == "from-file"
+    assert rows["--model"][1].startswith("file ")
+    assert rows["--max-waiting"][0] == "9"
+    assert rows["--frontends"] == ("1", "default")
+
+
+def test_config_show_refuses_an_unknown_key(cli, tmp_path):
+    file = tmp_path / "instance.toml"
+    file.write_text("prot = 7001\n")
+    result = cli("config", "show", "--config", file)
+    assert result.returncode == 2
+    assert "prot" in result.stderr

@@ -22,6 +22,7 @@ from workers.engine import (
     StepPlan,
     StepResult,
     TokenArray,
+    TokenLogprobs,
 )
 
 PAGE_TOKENS = 128
@@ -55,6 +56,7 @@ class FakeEngine:
         self._pool = np.full((settings.num_pages, settings.page_tokens), -1, dtype=np.int32)
         self._tables: list[list[int]] = [[] for _ in range(settings.max_num_seqs)]
         self._last = np.zeros(settings.max_num_seqs, dtype=np.int32)
+        self._wanted_logprobs = [-1] * settings.max_num_seqs
         self._results: deque[StepResult] = deque()
         self._pause = threading.Event()
         self._info = EngineInfo(
@@ -83,9 +85,16 @@ class FakeEngine:
             self._tables[slot].append(page)
         sampled = [self._run_chunk(chunk) for chunk in plan.prompts]
         tokens = [token for token in sampled if token is not None]
+        slots = [chunk.slot for chunk in plan.prompts if chunk.sample]
         if plan.decodes:
             tokens = self._run_decodes(plan.decodes)
-        self._results.append(StepResult(plan.step, np.asarray(tokens, dtype=np.int32)))
+            slots = [row.slot for row in plan.decodes]
+        logprobs = {
+            index: self._logprobs(token, self._wanted_logprobs[slot])
+            for index, (token, slot) in enumerate(zip(tokens, slots, strict=True))
+            if self._wanted_logprobs[slot] >= 0
+        }
+        self._results.append(StepResult(plan.step, np.asarray(tokens, dtype=np.int32), logprobs))
 
     def collect(self) -> StepResult:
         """The oldest step's tokens, after the configured step time."""
@@ -99,6 +108,8 @@ class FakeEngine:
 
     def _run_chunk(self, chunk: PromptChunk) -> int | None:
         self._tables[chunk.slot] = list(chunk.pages)
+        if chunk.begin:
+            self._wanted_logprobs[chunk.slot] = chunk.sampling.logprobs
         for offset, token in enumerate(chunk.tokens if self._settings.checking else ()):
             self._write(chunk.slot, chunk.start + offset, int(token))
         if not chunk.sample:
@@ -118,6 +129,11 @@ class FakeEngine:
             self._last[row.slot] = token
             tokens.append(token)
         return tokens
+
+    def _logprobs(self, token: int, count: int) -> TokenLogprobs:
+        """The chosen token is certain, the ids after it are ever less likely."""
+        ids = (token + np.arange(count, dtype=np.int32)) % self._settings.vocab_size
+        return TokenLogprobs(0.0, ids, -np.arange(count, dtype=np.float32))
 
     def _write(self, slot: int, position: int, token: int) -> None:
         block, offset = divmod(position, self._settings.page_tokens)

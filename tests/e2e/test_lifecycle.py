@@ -334,7 +334,7 @@ def test_config_show_tells_values_and_origins(cli, tmp_path):
     rows = {}
     for line in result.stdout.splitlines():
         if line.startswith("--"):
-            option, value, origin = (line.split(None, 2) + ["", ""])[:3]
+            option, value, origin = [*line.split(None, 2), "", ""][:3]
             rows[option] = (value, origin.strip())
     assert rows["--port"] == ("7003", "flag --port")
     assert rows["--dp"] == ("3", "environment DEEPINFER_DP")

@@ -62,9 +62,7 @@ prompts = st.one_of(
     st.lists(words, min_size=1, max_size=3), st.lists(token_ids, min_size=1, max_size=3),
 )  # fmt: skip
 stops = st.one_of(words, st.lists(words, min_size=1, max_size=4))
-biases = st.dictionaries(
-    st.integers(0, VOCAB - 1).map(str), st.floats(-100, 100), max_size=4
-)
+biases = st.dictionaries(st.integers(0, VOCAB - 1).map(str), st.floats(-100, 100), max_size=4)
 
 COMMON = {
     "temperature": st.one_of(st.just(0), st.floats(0, 2)),
@@ -167,9 +165,7 @@ def cases(draw) -> Case:
         field = draw(st.sampled_from(sorted(table)))
         return Case(path, {**body, field: draw(st.sampled_from(table[field]))}, wrong=field)
     if kind < 5:
-        return Case(
-            path, body, leave_after=draw(st.integers(0, 3000)), rudely=draw(st.booleans())
-        )
+        return Case(path, body, leave_after=draw(st.integers(0, 3000)), rudely=draw(st.booleans()))
     return Case(path, body)
 
 

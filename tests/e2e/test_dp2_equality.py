@@ -1,0 +1,63 @@
+"""Two workers answer as the model alone does."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+NEW_TOKENS = 16
+PROMPTS = [
+    "The capital of France is",
+    "def fibonacci(n):\n",
+    "1 2 3 4 5",
+    "Once upon a time there was a",
+    "Water boils at",
+    "The lighthouse keeper climbed the stairs every evening, counting the steps. " * 12,
+    "She opened the old book and read: " * 18,
+    "Ingredients: flour, sugar, butter, eggs. Method:",
+]
+
+
+def generate(model_dir, prompts: list[list[int]]) -> list[list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    with torch.inference_mode():
+        return [
+            model.generate(
+                torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+            )[0, len(ids) :].tolist()
+            for ids in prompts
+        ]
+
+
+@pytest.mark.slow
+def test_greedy_tokens_equal_those_of_generate(serve, smollm2_dir):
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
+    prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
+    wanted = generate(smollm2_dir, prompts)
+    options = dict(dtype="float32", dp=2, max_batched_tokens=64, routing="least-loaded")
+    with serve(smollm2_dir, **options) as server:
+        server.ready()
+
+        def ask(text: str):
+            body = {
+                "prompt": text, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True,
+                "logprobs": 0,
+            }  # fmt: skip
+            return server.post("/v1/completions", body).json
+
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            answers = list(pool.map(ask, PROMPTS))
+        for ids, tokens, answer in zip(prompts, wanted, answers, strict=True):
+            choice = answer["choices"][0]
+            assert answer["usage"]["prompt_tokens"] == len(ids)
+            assert choice["logprobs"]["tokens"] == [tokenizer.decode([token]) for token in tokens]
+            assert choice["text"] == tokenizer.decode(tokens)
+        for rank in ("0", "1"):
+            assert server.metric("decode_tokens_computed_total", rank=rank) >= 2 * NEW_TOKENS
+        steps = server.metric("engine_steps_total", kind="prompt")
+        assert steps >= sum(map(len, prompts)) / 64
+        assert max(map(len, prompts)) > 2 * 64, "no prompt was cut into chunks"

@@ -1,0 +1,195 @@
+"""What clients rely on beyond the answers themselves, through all processes."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+LONG = {"prompt": "hello", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+FAKE = {"engine": "fake", "fake_step_ms": 20}
+
+
+def stages(server) -> dict[str, int]:
+    return server.ask("status")["requests"]
+
+
+def test_past_max_waiting_a_request_is_told_to_come_back(fake_server, eventually):
+    server = fake_server  # two run, two wait
+    with ThreadPoolExecutor(2) as pool:
+        with (
+            server.stream("/v1/completions", LONG) as first,
+            server.stream("/v1/completions", LONG) as second,
+        ):
+            eventually(lambda: stages(server)["running"] == 2, 5, "two run")
+            waiting = [
+                pool.submit(server.post, "/v1/completions", {**LONG, "max_tokens": 1})
+                for _ in range(2)
+            ]
+            eventually(lambda: stages(server)["queued"] == 2, 5, "two wait")
+            reply = server.post("/v1/completions", LONG)
+            assert reply.status == 429
+            assert int(reply.headers["retry-after"]) >= 1
+            assert reply.json["error"]["code"] == "overloaded"
+            first.hang_up()
+            second.hang_up()
+        assert [future.result(30).status for future in waiting] == [200, 200]
+    eventually(
+        lambda: server.metric("admission_rejections_total", reason="overloaded") == 1, 5, "counted"
+    )
+    eventually(lambda: not any(stages(server).values()), 5, "nothing is left")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_client_that_leaves_frees_its_pages_within_a_second(tiny_server, eventually, path):
+    server = tiny_server
+    body = {**LONG, "messages": [{"role": "user", "content": "hello " * 50}]}
+    aborted = server.metric("num_aborted_requests_total")
+    with server.stream(path, body) as stream:
+        next(stream.pieces())
+        assert eventually(lambda: server.ask("cache")[0]["pages_used"], 5, "it has pages") > 0
+        assert server.ask("requests")[0]["stage"] == "running"
+        stream.hang_up()
+        eventually(lambda: not server.ask("cache")[0]["pages_used"], 1, "the pages are free")
+    eventually(lambda: server.ask("requests") == [], 1, "the router has forgotten it")
+    eventually(
+        lambda: server.metric("num_aborted_requests_total") == aborted + 1, 5, "it was counted"
+    )
+
+
+def test_leaving_before_a_whole_answer_frees_its_pages(tiny_server, eventually):
+    server = tiny_server
+    connection = http.client.HTTPConnection(*server.address, timeout=30)
+    connection.request("POST", "/v1/completions", json.dumps(LONG))
+    eventually(lambda: server.ask("cache")[0]["pages_used"], 5, "it has pages")
+    connection.close()
+    eventually(lambda: not server.ask("cache")[0]["pages_used"], 1, "the pages are free")
+
+
+def test_too_long_a_prompt_is_told_the_lengths(tiny_server):
+    limit = tiny_server.get("/v1/models").json["data"][0]["max_model_len"]
+    assert limit == 2048
+    for body in ({"prompt": [7] * (limit + 5)}, {"prompt": "x " * limit}):
+        reply = tiny_server.post("/v1/completions", body)
+        error = reply.json["error"]
+        assert reply.status == 400
+        assert error["code"] == "context_length_exceeded"
+        assert "maximum context length" in error["message"]
+        assert str(limit) in error["message"]
+        assert error["param"] == "prompt"
+    assert f"{limit + 5} tokens" in tiny_server.post(
+        "/v1/completions", {"prompt": [7] * (limit + 5)}
+    ).json["error"]["message"]  # fmt: skip
+
+
+def test_a_prompt_as_long_as_the_context_leaves_room_for_one_token(tiny_server):
+    reply = tiny_server.post("/v1/completions", {"prompt": [7] * 2047, "max_tokens": 50})
+    assert reply.status == 200
+    assert reply.json["usage"]["completion_tokens"] == 1
+    assert reply.json["choices"][0]["finish_reason"] in ("length", "stop")
+
+
+def test_keys_of_a_file_open_the_api(serve, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("# clients\nsecret-one\n\nsecret-two\n")
+    with serve(**FAKE, api_keys_file=keys) as server:
+        server.ready()
+        body = {"prompt": "hello", "max_tokens": 2}
+        for headers, status in (
+            ({}, 401),
+            ({"Authorization": "Bearer wrong"}, 401),
+            ({"Authorization": "Bearer # clients"}, 401),
+            ({"Authorization": "Bearer secret-one"}, 200),
+            ({"x-api-key": "secret-two"}, 200),
+        ):
+            reply = server.post("/v1/completions", body, headers)
+            assert reply.status == status, headers
+        assert server.get("/health").status == 200
+        assert "secret-one" not in server.log
+
+
+def test_metrics_can_be_scraped_and_have_the_names_of_dashboards(tiny_server):
+    tiny_server.post("/v1/completions", {"prompt": "hello", "max_tokens": 4, "ignore_eos": True})
+    reply = tiny_server.get("/metrics")
+    assert reply.headers["content-type"].startswith("text/plain")
+    families = {f.name: f for f in text_string_to_metric_families(reply.body.decode())}
+    for name in (
+        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "request_success",
+        "time_to_first_token_seconds", "inter_token_latency_seconds", "num_preemptions",
+        "e2e_request_latency_seconds", "prompt_tokens", "generation_tokens",
+    ):  # fmt: skip
+        assert f"deepinfer:{name}" in families, name
+    assert families["deepinfer:kv_cache_usage_perc"].samples[0].labels == {"rank": "0"}
+    assert tiny_server.get("/deepinfer/metrics").status == 200
+
+
+def test_metrics_count_what_was_answered(serve, eventually):
+    with serve(**FAKE) as server:
+        server.ready()
+        for _ in range(3):
+            body = {"prompt": "hello", "max_tokens": 4, "ignore_eos": True}
+            assert server.post("/v1/completions", body).status == 200
+        eventually(lambda: server.metric("generation_tokens_total") == 12, 5, "tokens")
+        assert server.metric("prompt_tokens_total") == 3
+        assert server.metric("request_success_total", finished_reason="length") == 3
+        assert server.metric("time_to_first_token_seconds_count") == 3
+        assert server.metric("queue_time_seconds_count") == 3
+
+
+def test_not_ready_while_loading_and_ready_after(serve):
+    with serve() as server:
+        server.listening()
+        reply = server.get("/ready")  # answered as soon as the frontend runs: connections wait
+        assert reply.status == 503
+        assert int(reply.headers["retry-after"]) >= 1
+        assert reply.json["ready"] is False
+        assert reply.json["reason"]
+        assert server.get("/health").status == 200
+        refused = server.post("/v1/completions", {"prompt": "hello"})
+        assert refused.status == 503
+        assert "retry-after" in refused.headers
+        server.ready()
+        assert server.get("/ready").json == {"ready": True, "state": "ready", "reason": ""}
+
+
+def test_a_stop_lets_running_answers_end_and_refuses_new_ones(serve, eventually):
+    with serve(**FAKE) as server:
+        server.ready()
+        body = {**LONG, "max_tokens": 120, "stream_options": {"include_usage": True}}
+        with server.stream("/v1/completions", body) as stream:
+            events = stream.events()
+            next(events)
+            server.signal(signal.SIGTERM)
+            eventually(lambda: server.get("/ready").status == 503, 2, "it drains")
+            refused = server.post("/v1/completions", {"prompt": "hello"})
+            assert refused.status == 503
+            assert "retry-after" in refused.headers
+            assert list(events)[-1]["usage"]["completion_tokens"] == 120
+        assert server.wait() == 0
+
+
+def test_a_stop_ends_answers_that_take_too_long(serve):
+    with serve(**FAKE, drain_timeout=0.5) as server:
+        server.ready()
+        with server.stream("/v1/completions", {**LONG, "max_tokens": 8000}) as stream:
+            events = stream.events()
+            next(events)
+            server.signal(signal.SIGTERM)
+            last = list(events)[-1]
+            assert "shutting down" in last["error"]["message"]
+        assert server.wait() == 0
+
+
+def test_the_fake_engine_has_logprobs_too(serve):
+    with serve(**FAKE) as server:
+        server.ready()
+        body = {"prompt": "hello", "max_tokens": 3, "ignore_eos": True, "logprobs": 2}
+        reply = server.post("/v1/completions", body)
+        assert reply.status == 200
+        found = reply.json["choices"][0]["logprobs"]
+        assert found["token_logprobs"] == [0.0] * 3
+        assert server.metric("process_restarts_total") == 0

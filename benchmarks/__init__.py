@@ -1,0 +1,1 @@
+"""What performance claims rest on. Each script prints a table and can write JSON."""

@@ -18,7 +18,7 @@ from typing import Protocol
 import zmq
 
 from transport.child import ProcessSettings
-from transport.framing import encode_header
+from transport.framing import BadMessage, encode_header
 from transport.ids import ROUTER_NAME
 from transport.messages import (
     PROTOCOL_VERSION,
@@ -192,8 +192,11 @@ class DaemonLink:
     def _turn(self, control: DealerSocket, telemetry: zmq.Socket[bytes]) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
-        for received in control.drain():
-            self._receive(received)
+        try:
+            for received in control.drain():
+                self._receive(received)
+        except BadMessage:
+            log.exception("dropped a message of the daemon that cannot be decoded")
         self._flush(control)
         now = time.monotonic()
         if now < self._next_snapshot:

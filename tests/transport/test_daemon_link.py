@@ -1,0 +1,170 @@
+"""A process's line to the daemon: greeted, refused, unanswered; heartbeats while the process hangs."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import zmq
+
+from transport.child import ProcessSettings
+from transport.daemon_link import DaemonLink, LinkError, SocketTelemetry
+from transport.framing import decode_header
+from transport.ids import ProcessName
+from transport.messages import (
+    PROTOCOL_VERSION,
+    Answer,
+    FatalError,
+    Hello,
+    PeerLost,
+    Query,
+    Refused,
+    Snapshot,
+    StateChanged,
+    Welcome,
+)
+from transport.sockets import RouterSocket
+from transport.telemetry import MetricSet
+
+NAME = ProcessName("worker/0")
+SECONDS = 10.0
+
+
+class Daemon:
+    """The other end of the line, driven by the test."""
+
+    def __init__(self, context, endpoints, receive) -> None:
+        self.control = RouterSocket(context, endpoints.control)
+        self.telemetry = context.socket(zmq.SUB)
+        self.telemetry.setsockopt(zmq.SUBSCRIBE, b"")
+        self.telemetry.bind(endpoints.telemetry)
+        self._receive = receive
+
+    def take(self):
+        return self._receive(self.control)[0].message
+
+    def snapshot(self) -> Snapshot:
+        assert self.telemetry.poll(SECONDS * 1000), "no snapshot came"
+        return decode_header(self.telemetry.recv())
+
+
+@pytest.fixture
+def daemon(context, endpoints, receive) -> Daemon:
+    return Daemon(context, endpoints, receive)
+
+
+@pytest.fixture
+def make_link(context, endpoints):
+    """make_link(**settings): a link; what the daemon sends lands in `link.inbox`."""
+    links = []
+
+    def make(**changes) -> DaemonLink:
+        values = dict(heartbeat_seconds=0.02, connect_seconds=SECONDS)
+        settings = ProcessSettings(
+            NAME, "worker", "test", endpoints.run_dir, os.getpid(), "hash", **{**values, **changes}
+        )
+        inbox = []
+        metrics = MetricSet()
+        metrics.counter("steps").add(7)
+        link = DaemonLink(context, settings, metrics, SocketTelemetry(), inbox.append)
+        link.inbox = inbox
+        links.append(link)
+        return link
+
+    yield make
+    for link in links:
+        link.close()
+
+
+def welcome(daemon: Daemon, link: DaemonLink) -> Hello:
+    with ThreadPoolExecutor(1) as pool:
+        started = pool.submit(link.start)
+        hello = daemon.take()
+        daemon.control.send(NAME, Welcome())
+        started.result(SECONDS)
+    return hello
+
+
+def test_it_introduces_itself(daemon, make_link):
+    hello = welcome(daemon, make_link())
+    assert hello == Hello(PROTOCOL_VERSION, "worker", NAME, os.getpid(), "hash")
+
+
+def test_a_refusal_has_the_daemons_reason(daemon, make_link):
+    link = make_link()
+    with ThreadPoolExecutor(1) as pool:
+        started = pool.submit(link.start)
+        daemon.take()
+        daemon.control.send(NAME, Refused("it speaks protocol 0"))
+        with pytest.raises(LinkError, match="refused this process: it speaks protocol 0"):
+            started.result(SECONDS)
+
+
+def test_an_absent_daemon_is_noticed(make_link):
+    with pytest.raises(LinkError, match=r"did not answer within 0\.1 s"):
+        make_link(connect_seconds=0.1).start()
+
+
+def test_a_daemon_that_starts_later_is_found(context, endpoints, receive, make_link):
+    link = make_link()
+    with ThreadPoolExecutor(1) as pool:
+        started = pool.submit(link.start)
+        assert not Path(endpoints.control.removeprefix("ipc://")).exists()
+        late = Daemon(context, endpoints, receive)
+        assert isinstance(late.take(), Hello)
+        late.control.send(NAME, Welcome())
+        started.result(SECONDS)
+
+
+def test_snapshots_go_on_while_the_main_loop_stands_still(daemon, make_link):
+    link = make_link()
+    welcome(daemon, link)
+    link.set_state("ready", "all well")
+    link.tick()
+    while daemon.snapshot().progress != 1:
+        pass
+    standing = [daemon.snapshot() for _ in range(3)]
+    assert {snapshot.progress for snapshot in standing} == {1}
+    assert standing[-1].state == "ready"
+    assert standing[-1].detail == "all well"
+    assert standing[-1].counters == {"steps": [((), 7.0)]}
+    assert (standing[-1].name, standing[-1].pid) == (NAME, os.getpid())
+
+
+def test_messages_go_both_ways_with_their_frames(daemon, make_link):
+    link = make_link()
+    welcome(daemon, link)
+    link.set_state("loading", "weights")
+    link.post(Query("status", 4))
+    assert daemon.take() == StateChanged("loading", "weights")
+    assert daemon.take() == Query("status", 4)
+    daemon.control.send(NAME, Answer(4), b"{}")
+    daemon.control.send(NAME, PeerLost(ProcessName("router")))
+    while len(link.inbox) < 2:
+        daemon.snapshot()  # bounds the wait
+    assert [received.message for received in link.inbox] == [
+        Answer(4), PeerLost(ProcessName("router")),
+    ]  # fmt: skip
+    assert bytes(link.inbox[0].frames[0]) == b"{}"
+
+
+def test_the_reason_of_an_end_arrives_though_the_process_closes_at_once(daemon, make_link):
+    link = make_link()
+    welcome(daemon, link)
+    link.fatal("the model is gone")
+    link.close()
+    link.close()
+    assert daemon.take() == FatalError("the model is gone")
+
+
+def test_a_message_that_cannot_be_read_does_not_cut_the_line(daemon, make_link):
+    link = make_link()
+    welcome(daemon, link)
+    daemon.control.socket.send_multipart([NAME.encode(), b"\xc1garbage"])
+    daemon.control.send(NAME, PeerLost(ProcessName("router")))
+    while not link.inbox:
+        daemon.snapshot()
+    link.post(Query("status"))
+    assert daemon.take() == Query("status")

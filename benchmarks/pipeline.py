@@ -100,7 +100,7 @@ def measure_one(server: Served, requests: int) -> Latency:
     waits: list[float] = []
     for number in range(requests + 20):
         ended: list[OpenStream] = []
-        stream = pool.open(body(4), f"one{number}", connection)
+        stream = pool.open(body(1), f"one{number}", connection)
         while not ended:
             pool.read(5.0, ended.append)
         connection = stream.connection

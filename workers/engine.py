@@ -17,7 +17,7 @@ step n: the engine takes the input token of a decode from its own per-slot table
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -97,8 +97,7 @@ class PromptChunk:
     """With `begin`: all tokens known now, prompt then generated (for penalties and `min_tokens`)."""
 
 
-@dataclass(frozen=True)
-class DecodeRow:
+class DecodeRow(NamedTuple):
     """Compute one token: the last sampled token of `slot`, at position `position`."""
 
     slot: int

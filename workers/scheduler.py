@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from transport.ids import RequestId
 from transport.messages import ALL_CHOICES, FINISH_LENGTH, FINISH_STOP, RUNNING
@@ -32,8 +33,7 @@ from workers.index_pool import IndexPool
 from workers.sequence import Sequence, SequenceKey, Status
 
 
-@dataclass(frozen=True)
-class TokenRow:
+class TokenRow(NamedTuple):
     """One new token of one sequence."""
 
     sequence: Sequence
@@ -158,6 +158,8 @@ class Scheduler:
             )
         if not len(sequence.prompt) or sequence.key in self._sequences:
             raise ValueError(f"sequence {sequence.key} is empty or already here")
+        eos = frozenset[int]() if sequence.sampling.ignore_eos else self._eos
+        sequence.stop_tokens = eos.union(sequence.sampling.stop_token_ids)
         self._sequences[sequence.key] = sequence
         insort(self._waiting, sequence, key=lambda other: other.rank)
 
@@ -192,12 +194,13 @@ class Scheduler:
         """The next step, or None if there is nothing to launch now.
 
         The caller must launch a returned plan and later `apply` its result."""
-        can_decode = any(sequence.may_decode for sequence in self._running)
-        due = not can_decode or self._decodes_since_prompt >= self._interval
-        plan = self._plan_prompts() if self._waiting and due else None
-        if plan is None and can_decode:
-            plan = self._plan_decodes()
-        return plan
+        plan = self._plan_prompts() if self._waiting and self._prompts_are_due() else None
+        return plan or self._plan_decodes()
+
+    def _prompts_are_due(self) -> bool:
+        return self._decodes_since_prompt >= self._interval or not any(
+            sequence.may_decode for sequence in self._running
+        )
 
     def _plan_prompts(self) -> StepPlan | None:
         batch = _PromptBatch(self._max_batched_tokens)
@@ -288,13 +291,13 @@ class Scheduler:
         rows: list[DecodeRow] = []
         new_pages: list[tuple[int, int, int]] = []
         waiting: list[tuple[Sequence, int]] = []
+        page_tokens = self._page_tokens
         for sequence in list(self._running):
             if not sequence.may_decode:
                 continue
             position = sequence.num_computed
-            if position // self._page_tokens >= len(sequence.pages):
-                self._cover(sequence, position, position + 1)
-                if position // self._page_tokens >= len(sequence.pages):
+            if position >= len(sequence.pages) * page_tokens:
+                if self._cover(sequence, position, position + 1) == position:
                     self._preempt(sequence)
                     continue
                 assert sequence.slot is not None
@@ -328,28 +331,22 @@ class Scheduler:
         if launched.plan.step != result.step or len(launched.waiting) != len(result.tokens):
             raise ValueError(f"expected step {launched.plan.step}, got {result.step}")
         rows: list[TokenRow] = []
+        tokens: list[int] = result.tokens.tolist()
         for i, (sequence, epoch) in enumerate(launched.waiting):
             if sequence.epoch != epoch:
                 continue
-            token = int(result.tokens[i])
-            sequence.generated.append(token)
-            sequence.in_flight -= 1
-            finish = self._finish_code(sequence, token)
+            token = tokens[i]
+            generated = sequence.append(token)
+            finish = RUNNING
+            if token in sequence.stop_tokens and generated > sequence.sampling.min_tokens:
+                finish = FINISH_STOP
+            elif generated >= sequence.sampling.max_tokens:
+                finish = FINISH_LENGTH
             rows.append(TokenRow(sequence, token, finish, result.logprobs.get(i)))
             if finish != RUNNING:
                 self._finish(sequence)
         self.counts.generated_tokens += len(rows)
         return StepOutput(result.step, rows, launched.started)
-
-    def _finish_code(self, sequence: Sequence, token: int) -> int:
-        sampling = sequence.sampling
-        if sequence.num_generated > sampling.min_tokens and (
-            token in sampling.stop_token_ids or (token in self._eos and not sampling.ignore_eos)
-        ):
-            return FINISH_STOP
-        if sequence.num_generated >= sampling.max_tokens:
-            return FINISH_LENGTH
-        return RUNNING
 
     # ---- resources ----------------------------------------------------------------------------------
 

@@ -59,16 +59,19 @@ class Sequence:
     """Grows when launched work of this sequence becomes void: preemption, finish."""
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
+    stop_tokens: frozenset[int] = frozenset()
+    """Tokens that end it once `min_tokens` are there; set by the scheduler."""
+    num_tokens: int = field(init=False)
+    """Tokens known here, collected ones only."""
+
+    def __post_init__(self) -> None:
+        """Count the prompt."""
+        self.num_tokens = len(self.prompt)
 
     @property
     def rank(self) -> tuple[int, float, SequenceKey]:
         """Sort key: who runs first, and who gives way last."""
         return (self.priority, self.arrival, self.key)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens known here, collected ones only."""
-        return len(self.prompt) + len(self.generated)
 
     @property
     def num_generated(self) -> int:
@@ -79,10 +82,17 @@ class Sequence:
     def may_decode(self) -> bool:
         """Whether another decode step can be planned now."""
         return (
-            self.status is Status.RUNNING
-            and not self.paused
-            and self.num_generated + self.in_flight < self.sampling.max_tokens
+            not self.paused
+            and self.num_tokens + self.in_flight - self.prompt_len < self.sampling.max_tokens
+            and self.status is Status.RUNNING
         )
+
+    def append(self, token: int) -> int:
+        """Take in a token that was sampled; returns how many output tokens there are now."""
+        self.generated.append(token)
+        self.num_tokens += 1
+        self.in_flight -= 1
+        return self.num_tokens - self.prompt_len
 
     def token_slice(self, start: int, stop: int) -> TokenArray:
         """Tokens at positions start .. stop-1."""

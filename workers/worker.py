@@ -207,7 +207,10 @@ class Worker:
     def _send(self, output: StepOutput) -> None:
         frontends: dict[ProcessName, tuple[list[TokenRow], list[Sequence]]] = {}
         for row in output.rows:
-            frontends.setdefault(row.sequence.frontend, ([], []))[0].append(row)
+            frontend = row.sequence.frontend
+            if frontend not in frontends:
+                frontends[frontend] = ([], [])
+            frontends[frontend][0].append(row)
         for sequence in output.started:
             frontends.setdefault(sequence.frontend, ([], []))[1].append(sequence)
         for frontend, (rows, started) in frontends.items():

@@ -302,14 +302,14 @@ class RouterCore:
         self, peer: ProcessName, batch: TokenBatch, received: Received, now: float
     ) -> list[Outgoing]:
         """One step's tokens for one frontend."""
-        for request_id, _index, _cached, _prompt in batch.started:
-            request = self._requests.get(request_id)
-            if request is not None and request.stage == "queued" and request.rank != NO_RANK:
-                request.enter("running", now)
-                self._metrics.queue_seconds.observe(now - request.queued_at)
         rank = next((r for r, name in self._worker_names.items() if name == peer), NO_RANK)
         if rank == NO_RANK:
             return []  # a worker that has been given up: its requests run elsewhere
+        for request_id, _index, _cached, _prompt in batch.started:
+            request = self._requests.get(request_id)
+            if request is not None and request.stage == "queued" and request.rank == rank:
+                request.enter("running", now)
+                self._metrics.queue_seconds.observe(now - request.queued_at)
         self._out.append(Outgoing(batch.frontend, None, forward=received))
         ids = read_tokens(received.frames[0]).tolist()
         position = 0
@@ -319,7 +319,11 @@ class RouterCore:
             request = self._requests.get(request_id)
             if request is not None and request.rank == rank:
                 index = batch.indexes[i]
-                request.choices[index].output += ids[position : position + count]
+                output = request.choices[index].output
+                if count == 1:  # the usual case, and the hot path
+                    output.append(ids[position])
+                else:
+                    output += ids[position : position + count]
                 if batch.finish[i] != RUNNING:
                     self._choice_done(request, index)
                     closing.append(request)

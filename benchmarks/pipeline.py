@@ -74,21 +74,27 @@ def latency_of(seconds: list[float]) -> Latency:
     return Latency(len(seconds), cuts[49] * 1e3, cuts[89] * 1e3, cuts[98] * 1e3)
 
 
-def measure_throughput(server: Served, tokens_each: int) -> Throughput:
-    """Open STREAMS streams; count from when all have begun until the first one ends."""
+def measure_throughput(server: Served, seconds: float) -> Throughput:
+    """Keep STREAMS streams of 2000 tokens open, a new one for each that ends; count for `seconds`."""
     pool = StreamPool("127.0.0.1", server.port)
-    streams = [pool.open(body(tokens_each), f"t{i}") for i in range(STREAMS)]
-    ended: list[OpenStream] = []
-    while not all(stream.first_content_at for stream in streams):
-        pool.read(1.0, ended.append)
+    numbers = iter(range(10**9))
+
+    def next_one(stream: OpenStream) -> None:
+        pool.open(body(2000), f"t{next(numbers)}", stream.connection)
+
+    def read_until(end: float) -> None:
+        while time.perf_counter() < end:
+            pool.read(0.1, next_one)
+
+    for _ in range(STREAMS):
+        pool.open(body(2000), f"t{next(numbers)}")
+        pool.read(0.0, next_one)
+    read_until(time.perf_counter() + 2.0)
     events, began, cpu = pool.events, time.perf_counter(), server.cpu_seconds()
-    while not ended:
-        pool.read(1.0, ended.append)
+    read_until(began + seconds)
     wall = time.perf_counter() - began
     used = {name: after - cpu[name] for name, after in server.cpu_seconds().items()}
     counted = pool.events - events
-    while len(ended) < STREAMS:
-        pool.read(5.0, ended.append)
     pool.close()
     return Throughput(counted, wall, used)
 
@@ -186,31 +192,33 @@ def show(
     )
 
 
-def main(
-    *, tokens: int = 1000, requests: int = 300, seconds: float = 10.0, json: Path | None = None
-) -> None:
+def main(*, requests: int = 300, seconds: float = 8.0, json: Path | None = None) -> None:
     """Run all measurements.
 
     Parameters
     ----------
-    tokens
-        Tokens per stream in the streaming measurement.
     requests
         Requests of the single-stream latency.
     seconds
-        Duration of the loaded latency.
+        Duration of the streaming measurements and of the loaded latency, each.
+    model
+        Directory whose tokenizer is used; default: the default model's.
     json
         Write the figures to this file.
     """
     console = Console(highlight=False)
-    with console.status("streaming"), instance(max_num_seqs=STREAMS, max_waiting=STREAMS) as server:
-        measure_throughput(server, 200)
-        ours = measure_throughput(server, tokens)
+    options: dict[str, object] = {"max_num_seqs": STREAMS, "max_waiting": STREAMS}
+    if model is not None:
+        options |= {"model": model, "served_model_name": "SmolLM2-135M-Instruct"}
+    with console.status("streaming"), instance(**options) as server:
+        ours = measure_throughput(server, seconds)
         one = measure_one(server, requests)
     with console.status("baseline"), naive_server() as server:
-        naive = measure_throughput(server, tokens)
-    loaded = {"max_num_seqs": STREAMS, "max_waiting": STREAMS, "fake_step_ms": STEP_MS}
-    with console.status("latency beside 256 streams"), instance(**loaded) as server:
+        naive = measure_throughput(server, seconds)
+    with (
+        console.status("latency beside 256 streams"),
+        instance(**options, fake_step_ms=STEP_MS) as server,
+    ):
         raw, added = measure_loaded(server, seconds)
     show(ours, naive, one, raw, added, console)
     if json is not None:

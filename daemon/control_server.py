@@ -6,20 +6,26 @@ What comes in is turned into calls of a `ControlHandler`; what the handler retur
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Mapping
 from typing import Protocol
 
 import zmq
 
+from daemon.command_relay import Command, CommandError, CommandRelay
 from transport.framing import BadMessage, decode_header
 from transport.ids import ProcessName
 from transport.messages import (
     PROTOCOL_VERSION,
     Answer,
+    CommandDone,
+    DumpStacks,
     FatalError,
     Hello,
     Message,
     Query,
     Refused,
+    SetLogLevel,
     Snapshot,
     StateChanged,
     StopInstance,
@@ -67,6 +73,10 @@ class ControlHandler(Protocol):
         """
         ...
 
+    def living(self) -> Mapping[ProcessName, int]:
+        """The pid of every child that is alive."""
+        ...
+
     def stop_requested(self, drain_timeout: float | None) -> None:
         """Somebody wants the instance to stop."""
         ...
@@ -80,6 +90,7 @@ class ControlServer:
     ) -> None:
         self._config_hash = config_hash
         self._control = RouterSocket(context, endpoints.control)
+        self._relay = CommandRelay(self._control)
         self._telemetry = context.socket(zmq.SUB)
         self._telemetry.setsockopt(zmq.RCVHWM, TELEMETRY_QUEUE)
         self._telemetry.setsockopt(zmq.SUBSCRIBE, b"")
@@ -97,6 +108,7 @@ class ControlServer:
                 self._handle(received, handler)
         except BadMessage:
             log.exception("dropped a control message that cannot be decoded")
+        self._relay.give_up(time.monotonic())
         self._handle_telemetry(handler)
 
     def send(self, peer: ProcessName, message: Message) -> bool:
@@ -139,6 +151,10 @@ class ControlServer:
                 handler.fatal_error(peer, reason)
             case Query(what, serial):
                 self._answer(peer, what, serial, handler)
+            case DumpStacks() | SetLogLevel() as command:
+                self._carry_out(peer, command, handler)
+            case CommandDone(serial):
+                self._relay.done(peer, serial, received.frames)
             case StopInstance(drain_timeout, serial):
                 self._control.send(peer, Answer(serial), b"{}")
                 handler.stop_requested(drain_timeout)
@@ -150,6 +166,12 @@ class ControlServer:
             self._control.send(peer, Answer(serial), handler.answer(what))
         except QueryError as error:
             self._control.send(peer, Answer(serial, str(error)), b"")
+
+    def _carry_out(self, peer: ProcessName, command: Command, handler: ControlHandler) -> None:
+        try:
+            self._relay.start(peer, command, handler.living(), time.monotonic())
+        except CommandError as error:
+            self._control.send(peer, Answer(command.serial, str(error)), b"")
 
     def _refusal(self, hello: Hello) -> str | None:
         if hello.version != PROTOCOL_VERSION:

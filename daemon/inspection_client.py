@@ -13,13 +13,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+import msgspec
 import zmq
 
 from daemon.errors import DeepInferError
 from daemon.run_directory import not_running, running_pid
 from transport.framing import BadMessage
 from transport.ids import ProcessName
-from transport.messages import Answer, Message, Query, StopInstance
+from transport.messages import Answer, DumpStacks, Message, Query, SetLogLevel, StopInstance
 from transport.sockets import DealerSocket, Endpoints, Received
 
 STOP_SECONDS: Final = 5.0
@@ -67,6 +68,17 @@ class InspectionClient:
         """
         serial = next(self._serials)
         return self._exchange(Query(what, serial), serial, timeout)
+
+    def command(self, command: DumpStacks | SetLogLevel, timeout: float) -> bytes:
+        """What every process concerned answered, a JSON list of `CommandReport`; its serial is set
+        here. The daemon waits two seconds or so for processes that do not answer.
+
+        Raises:
+            DeepInferError: no such process or level, the daemon does not answer in time, or the
+                instance has ended.
+        """
+        serial = next(self._serials)
+        return self._exchange(msgspec.structs.replace(command, serial=serial), serial, timeout)
 
     def stop(self, drain_timeout: float | None) -> None:
         """Ask the instance to stop; returns when the daemon has taken note. None: its own limit.

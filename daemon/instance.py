@@ -256,6 +256,11 @@ class Instance:
         """Answer a question."""
         return answer(what, self.view(), self._exporter)
 
+    def living(self) -> dict[ProcessName, int]:
+        """The pid of every child that is alive."""
+        children = self._supervisor.children.values()
+        return {c.name: c.process.pid for c in children if c.process is not None}
+
     def stop_requested(self, drain_timeout: float | None) -> None:
         """`deepinfer stop`."""
         default = self._plan.config.drain_timeout

@@ -9,6 +9,8 @@ from typing import Final
 
 import msgspec
 
+from transport.stacks import ThreadStack
+
 QUESTIONS: Final = (
     "status", "processes", "requests", "queues", "cache", "sockets", "metrics", "state",
 )  # fmt: skip
@@ -76,6 +78,8 @@ class ProcessRow(msgspec.Struct, frozen=True):
     """Time since the main loop was seen to turn; large: it hangs."""
     last_exit: str
     """How its predecessor ended; empty if it has none."""
+    gpu_memory_bytes: int | None = None
+    """What a worker has taken of its GPU for tensors; null: it uses none, or does not say."""
 
 
 class RequestReport(msgspec.Struct, frozen=True):
@@ -94,10 +98,12 @@ class RequestReport(msgspec.Struct, frozen=True):
     tokenizing_ms: float | None
     queued_ms: float | None
     running_ms: float | None
+    stage_ms: float | None = None
+    """Time in its present stage; less than the others tell if it was moved to another worker."""
 
 
 class QueueRow(msgspec.Struct, frozen=True):
-    """`queues`: one bounded queue."""
+    """`queues`: one queue."""
 
     process: str
     queue: str
@@ -105,6 +111,7 @@ class QueueRow(msgspec.Struct, frozen=True):
     high_water: int
     """Largest depth since the process started."""
     capacity: int
+    """0: bounded by other limits only, such as --max-waiting."""
 
 
 class CacheRow(msgspec.Struct, frozen=True):
@@ -133,6 +140,35 @@ class SocketRow(msgspec.Struct, frozen=True):
     sent_bytes: int
     dropped_messages: int
     """Could not be sent: the peer was gone, or did not read."""
+
+
+class CommandReport(msgspec.Struct, frozen=True):
+    """`inspect stacks`, `inspect log-level`: what one process answered."""
+
+    process: str
+    pid: int
+    problem: str = ""
+    """Why it did not answer; empty if it did."""
+    threads: list[ThreadStack] = []
+
+
+class TapReport(msgspec.Struct, frozen=True):
+    """`inspect tap`: one message that passed the router."""
+
+    at: float
+    """Unix time."""
+    sender: str
+    receiver: str
+    message: str
+    request_ids: list[str]
+    header_bytes: int
+    payload_bytes: int
+    lost: int
+    """Messages before this one that the tap was too slow for."""
+    header: object = None
+    """With --bodies: the fields of the message."""
+    payload: list[str] = []
+    """With --bodies: the beginning of each frame: text, or token ids."""
 
 
 class StateReport(msgspec.Struct, frozen=True):

@@ -29,8 +29,8 @@ PID_FILE: Final = "daemon.pid"
 CHILDREN_FILE: Final = "children.json"
 LOG_FILE: Final = "deepinfer.log"
 OWN_FILES: Final = (
-    "router.sock", "control.sock", "telemetry.sock", CHILDREN_FILE, f"{CHILDREN_FILE}.new", PID_FILE,
-    LOG_FILE,
+    "router.sock", "control.sock", "telemetry.sock", "tap.sock", CHILDREN_FILE,
+    f"{CHILDREN_FILE}.new", PID_FILE, LOG_FILE,
 )  # fmt: skip
 _LEFTOVER_SECONDS: Final = 10.0
 

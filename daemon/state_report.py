@@ -219,6 +219,7 @@ def _process_row(child: Child, now: float, usage: ProcessUsage) -> ProcessRow:
         progress=None if snapshot is None else snapshot.progress,
         progress_age_seconds=None if snapshot is None else _seconds(now - child.progress_at),
         last_exit=child.last_exit,
+        gpu_memory_bytes=_gauge(child, "gpu_memory_bytes"),
     )
 
 
@@ -243,6 +244,7 @@ def _request_report(row: RequestRow, now: float) -> RequestReport:
         tokenizing_ms=_between(now, stages.tokenizing, stages.queued),
         queued_ms=_between(now, stages.queued, stages.running),
         running_ms=_between(now, stages.running),
+        stage_ms=_between(now, row.stage_since),
     )
 
 

@@ -15,13 +15,17 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
 import zmq
 
 from transport.child import ProcessSettings
 from transport.framing import BadMessage, encode_header
 from transport.ids import ROUTER_NAME
+from transport.logs import set_level
 from transport.messages import (
     PROTOCOL_VERSION,
+    CommandDone,
+    DumpStacks,
     FatalError,
     Hello,
     Message,
@@ -29,12 +33,14 @@ from transport.messages import (
     ProcessState,
     Refused,
     RequestRow,
+    SetLogLevel,
     Snapshot,
     SocketStats,
     StateChanged,
     Welcome,
 )
 from transport.sockets import LINGER_MS, CountingSocket, DealerSocket, Endpoints, Received
+from transport.stacks import thread_stacks
 from transport.telemetry import MetricSet
 
 TELEMETRY_QUEUE = 100
@@ -194,7 +200,7 @@ class DaemonLink:
             os.eventfd_read(self._wake_fd)
         try:
             for received in control.drain():
-                self._receive(received)
+                self._receive(control, received)
         except BadMessage:
             log.exception("dropped a message of the daemon that cannot be decoded")
         self._flush(control)
@@ -207,13 +213,19 @@ class DaemonLink:
         except zmq.Again:
             log.debug("a snapshot was dropped: the daemon does not read")
 
-    def _receive(self, received: Received) -> None:
+    def _receive(self, control: DealerSocket, received: Received) -> None:
         match received.message:
             case Welcome():
                 self._welcomed.set()
             case Refused(reason):
                 self._refusal = reason
                 self._welcomed.set()
+            case DumpStacks(serial):
+                control.send(CommandDone(serial), msgspec.json.encode(thread_stacks()))
+            case SetLogLevel(level, serial):
+                set_level(level)
+                log.info("the log level is %s from now on", level)
+                control.send(CommandDone(serial), b"")
             case _:
                 self._on_message(received)
 

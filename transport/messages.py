@@ -300,6 +300,8 @@ class RequestRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     output_tokens: int
     choices: int
     stages: StageTimes
+    stage_since: float = 0.0
+    """CLOCK_MONOTONIC seconds at which it entered its present stage, for the last time."""
 
 
 class Snapshot(Message, frozen=True):
@@ -379,6 +381,61 @@ class StopInstance(Message, frozen=True):
     serial: int = 0
 
 
+class DumpStacks(Message, frozen=True):
+    """Where is every thread of a process? From a client to the daemon, which answers with `Answer`
+    and the stacks, and from the daemon to the process."""
+
+    serial: int
+    process: ProcessName = ProcessName("")
+    """Empty: all processes."""
+
+
+class SetLogLevel(Message, frozen=True):
+    """Log more or less from now on. On the same ways as `DumpStacks`."""
+
+    level: str
+    serial: int
+    process: ProcessName = ProcessName("")
+
+
+class CommandDone(Message, frozen=True):
+    """Process -> daemon: a `DumpStacks` or `SetLogLevel` has been carried out. Frame 0: JSON, for
+    `DumpStacks` the threads, else empty."""
+
+    serial: int
+
+
+# ---- tap: router -> whoever subscribes to `TAP_HEADERS` or `TAP_BODIES`, XPUB/SUB -----------------
+# The topic is a frame of its own, before the header.
+
+TAP_HEADERS: Final = b"headers"
+TAP_BODIES: Final = b"bodies"
+
+
+class TapOpened(Message, frozen=True):
+    """Somebody taps from now on; all that tap the same topic are told."""
+
+    serial: int
+    """Of the next `Tapped`."""
+
+
+class Tapped(Message, frozen=True):
+    """One message that passed the router. With `TAP_BODIES` it follows: its header, and the
+    beginning of each of its payload frames."""
+
+    serial: int
+    """Counts up by one: a gap is what the tapper was too slow for."""
+    at: float
+    """Unix time."""
+    sender: ProcessName
+    receiver: ProcessName
+    kind: str
+    """Name of the message."""
+    request_ids: list[RequestId]
+    header_bytes: int
+    frame_bytes: list[int]
+
+
 AnyMessage = (
     Hello
     | Welcome
@@ -404,4 +461,9 @@ AnyMessage = (
     | Query
     | Answer
     | StopInstance
+    | DumpStacks
+    | SetLogLevel
+    | CommandDone
+    | TapOpened
+    | Tapped
 )

@@ -49,9 +49,15 @@ class Endpoints:
         """Snapshots, PUB to SUB; bound by the daemon."""
         return self._address("telemetry.sock")
 
+    @property
+    def tap(self) -> str:
+        """What passes the router, XPUB to SUB; bound by the router."""
+        return self._address("tap.sock")
+
     def path_problem(self) -> str | None:
         """Why these addresses cannot be bound, or None. The kernel bounds the length of a path."""
-        longest = max((self.router, self.control, self.telemetry), key=len).removeprefix("ipc://")
+        addresses = (self.router, self.control, self.telemetry, self.tap)
+        longest = max(addresses, key=len).removeprefix("ipc://")
         length = len(os.fsencode(longest))
         if length <= IPC_PATH_MAX_BYTES:
             return None

@@ -97,4 +97,5 @@ class Request:
             output_tokens=sum(len(choice.output) for choice in self.choices),
             choices=len(self.choices),
             stages=self.stage_times(),
+            stage_since=self.stage_since,
         )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
@@ -16,16 +18,20 @@ from transport.ids import ProcessName
 from transport.messages import (
     PROTOCOL_VERSION,
     Answer,
+    CommandDone,
+    DumpStacks,
     FatalError,
     Hello,
     PeerLost,
     Query,
     Refused,
+    SetLogLevel,
     Snapshot,
     StateChanged,
     Welcome,
 )
 from transport.sockets import RouterSocket
+from transport.stacks import ThreadStack
 from transport.telemetry import MetricSet
 
 NAME = ProcessName("worker/0")
@@ -168,3 +174,32 @@ def test_a_message_that_cannot_be_read_does_not_cut_the_line(daemon, make_link):
         daemon.snapshot()
     link.post(Query("status"))
     assert daemon.take() == Query("status")
+
+
+def test_stacks_are_told_while_the_main_loop_stands_still(daemon, make_link, receive):
+    link = make_link()
+    welcome(daemon, link)
+    daemon.control.send(NAME, DumpStacks(9))
+    reply = receive(daemon.control)[0]
+    assert reply.message == CommandDone(9)
+    threads = msgspec.json.decode(bytes(reply.frames[0].buffer), type=list[ThreadStack])
+    assert {"MainThread", "daemon-link"} <= {thread.name for thread in threads}
+    main = next(thread for thread in threads if thread.name == "MainThread")
+    # This test is the main loop; it hangs in here.
+    assert "test_stacks_are_told_while_the_main_loop_stands_still" in {
+        frame.function for frame in main.frames
+    }
+    assert link.inbox == []
+
+
+def test_the_log_level_is_changed_from_outside(daemon, make_link, receive):
+    root = logging.getLogger()
+    before = root.level
+    welcome(daemon, make_link())
+    try:
+        for serial, level in enumerate(("debug", "error")):
+            daemon.control.send(NAME, SetLogLevel(level, serial))
+            assert receive(daemon.control)[0].message == CommandDone(serial)
+            assert root.level == getattr(logging, level.upper())
+    finally:
+        root.setLevel(before)

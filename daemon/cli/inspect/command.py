@@ -1,0 +1,60 @@
+"""What `inspect stacks` and `inspect log-level` have in common: tell processes, show what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from cyclopts import Parameter
+from rich.console import RenderableType
+
+from daemon.cli.inspect.session import make_console
+from daemon.errors import DeepInferError
+from daemon.inspection_client import InspectionClient
+from daemon.report_types import CommandReport
+from daemon.run_directory import choose_run_directory
+from transport.messages import DumpStacks, SetLogLevel
+
+COMMAND_SECONDS: Final = 8.0
+"""More than the daemon waits for its processes."""
+
+Process = Annotated[
+    str,
+    Parameter(
+        show_env_var=False,
+        show_default=False,
+        help="Such as daemon, router, worker/0; `inspect processes` lists them. Default: all.",
+    ),
+]
+
+
+def carry_out(
+    command: DumpStacks | SetLogLevel,
+    render: Callable[[list[CommandReport]], RenderableType],
+    instance: str,
+    run_dir: Path | None,
+    as_json: bool,
+) -> None:
+    """Give the command and show what came of it.
+
+    Raises:
+        DeepInferError: the instance does not run, or not every process has answered.
+    """
+    with InspectionClient(choose_run_directory(instance, run_dir), instance) as client:
+        answer = client.command(command, COMMAND_SECONDS)
+    reports = msgspec.json.decode(answer, type=list[CommandReport])
+    console = make_console()
+    if as_json:
+        console.file.write(msgspec.json.format(answer.decode(), indent=2) + "\n")
+    else:
+        console.print(render(reports), soft_wrap=True)
+    console.file.flush()
+    silent = [report for report in reports if report.problem]
+    if silent:
+        names = ", ".join(report.process for report in silent)
+        raise DeepInferError(
+            f"{len(silent)} of {len(reports)} processes did not answer ({names}): "
+            f"{silent[0].problem}."
+        )

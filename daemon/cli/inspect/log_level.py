@@ -1,0 +1,49 @@
+"""`deepinfer inspect log-level`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+from rich.console import RenderableType
+from rich.text import Text
+
+from daemon.cli.inspect.command import Process, carry_out
+from daemon.cli.inspect.session import AsJson, plain_table
+from daemon.config import ConfigFile, InstanceName, RunDir
+from daemon.report_types import CommandReport
+from transport.ids import ProcessName
+from transport.messages import SetLogLevel
+
+Level = Annotated[
+    Literal["debug", "info", "warning", "error"],
+    Parameter(show_env_var=False, help="What is at least to be logged."),
+]
+
+
+def log_level(
+    level: Level,
+    process: Process = "",
+    /,
+    *,
+    instance: InstanceName = "default",
+    run_dir: RunDir = None,
+    config: ConfigFile = None,
+    json: AsJson = False,
+) -> None:
+    """Change the log level of a process, or of all processes, while they run.
+
+    A process that is started anew begins with the instance's --log-level again.
+    """
+    del config  # read by the command line, for its --instance and --run-dir
+
+    def render(reports: list[CommandReport]) -> RenderableType:
+        table = plain_table()
+        for header in ("process", "log level"):
+            table.add_column(header, no_wrap=True)
+        for report in reports:
+            text = Text(f"no answer: {report.problem}", "red") if report.problem else Text(level)
+            table.add_row(report.process, text)
+        return table
+
+    carry_out(SetLogLevel(level, 0, ProcessName(process)), render, instance, run_dir, json)

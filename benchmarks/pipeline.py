@@ -192,7 +192,14 @@ def show(
     )
 
 
-def main(*, requests: int = 300, seconds: float = 8.0, json: Path | None = None) -> None:
+def main(
+    *,
+    requests: int = 300,
+    seconds: float = 8.0,
+    frontends: int = 1,
+    model: Path | None = None,
+    json: Path | None = None,
+) -> None:
     """Run all measurements.
 
     Parameters
@@ -201,6 +208,8 @@ def main(*, requests: int = 300, seconds: float = 8.0, json: Path | None = None)
         Requests of the single-stream latency.
     seconds
         Duration of the streaming measurements and of the loaded latency, each.
+    frontends
+        Frontend processes in the loaded latency measurement.
     model
         Directory whose tokenizer is used; default: the default model's.
     json
@@ -217,7 +226,7 @@ def main(*, requests: int = 300, seconds: float = 8.0, json: Path | None = None)
         naive = measure_throughput(server, seconds)
     with (
         console.status("latency beside 256 streams"),
-        instance(**options, fake_step_ms=STEP_MS) as server,
+        instance(**options, fake_step_ms=STEP_MS, frontends=frontends) as server,
     ):
         raw, added = measure_loaded(server, seconds)
     show(ours, naive, one, raw, added, console)

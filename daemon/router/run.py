@@ -13,6 +13,7 @@ import zmq
 from daemon.router.core import Outgoing, RouterCore
 from daemon.router.metrics import RouterMetrics
 from daemon.router.settings import RouterSettings
+from daemon.router.tap import Tap
 from transport.child import EXIT_FATAL, StopFlag, enter_process
 from transport.daemon_link import DaemonLink, LinkError
 from transport.framing import BadMessage
@@ -36,7 +37,7 @@ from transport.messages import (
     Welcome,
     WorkerReady,
 )
-from transport.sockets import Endpoints, Received, RouterSocket
+from transport.sockets import CountingSocket, Endpoints, Received, RouterSocket
 from transport.telemetry import MetricSet
 
 TICK_SECONDS = 0.25
@@ -46,13 +47,19 @@ log = logging.getLogger(__name__)
 
 
 class Router:
-    """Moves messages between the socket and the core. Owns neither."""
+    """Moves messages between the socket and the core, and shows them to the tap. Owns none."""
 
     def __init__(
-        self, settings: RouterSettings, socket: RouterSocket, core: RouterCore, link: DaemonLink
+        self,
+        settings: RouterSettings,
+        socket: RouterSocket,
+        core: RouterCore,
+        link: DaemonLink,
+        tap: Tap,
     ) -> None:
         self._settings = settings
         self._socket = socket
+        self._tap = tap
         self._core = core
         self._link = link
         self._pids: dict[ProcessName, int] = {}
@@ -61,11 +68,14 @@ class Router:
         """Route until `stop` is set. `notices` holds what the daemon said."""
         poller = zmq.Poller()
         poller.register(self._socket.socket, zmq.POLLIN)
+        poller.register(self._tap.socket, zmq.POLLIN)
         poller.register(stop.fd, zmq.POLLIN)
         next_tick = 0.0
         while not stop.is_set():
-            poller.poll(round(TICK_SECONDS * 1000))
+            events = dict(poller.poll(round(TICK_SECONDS * 1000)))
             self._take_notices(notices)
+            if self._tap.socket in events:
+                self._tap.listen()
             self._drain_socket()
             now = time.monotonic()
             if now >= next_tick:
@@ -77,6 +87,8 @@ class Router:
     def _drain_socket(self) -> None:
         try:
             for received in self._socket.drain():
+                if self._tap.is_open:
+                    self._tap.saw_incoming(received)
                 self._send_all(self._handle(received, time.monotonic()))
         except BadMessage:
             log.exception("dropped a message that cannot be decoded")
@@ -148,18 +160,26 @@ class Router:
             if not sent:
                 what = item.message or (item.forward and item.forward.message)
                 log.warning("%s does not take a %s", item.peer, type(what).__name__)
+            elif self._tap.is_open:
+                self._show(item)
+
+    def _show(self, item: Outgoing) -> None:
+        if item.forward is not None:
+            self._tap.saw_outgoing(item.peer, item.forward.message, item.forward.frames)
+        elif item.message is not None:
+            self._tap.saw_outgoing(item.peer, item.message, item.frames)
 
 
 class _Telemetry:
     """The router's part of its snapshots."""
 
-    def __init__(self, socket: RouterSocket, core: RouterCore) -> None:
-        self._socket = socket
+    def __init__(self, sockets: tuple[CountingSocket, ...], core: RouterCore) -> None:
+        self._sockets = sockets
         self._core = core
 
     def socket_stats(self) -> list[SocketStats]:
-        """Traffic of the one socket that all share."""
-        return [self._socket.stats()]
+        """Traffic of the one socket that all share, and of the tap."""
+        return [socket.stats() for socket in self._sockets]
 
     def request_rows(self) -> list[RequestRow]:
         """Live requests."""
@@ -172,22 +192,25 @@ def main() -> int:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     metrics = MetricSet()
     core = RouterCore(settings, RouterMetrics(metrics, settings.max_waiting))
-    socket = RouterSocket(context, Endpoints(settings.process.run_dir).router)
+    endpoints = Endpoints(settings.process.run_dir)
+    socket = RouterSocket(context, endpoints.router)
+    tap = Tap(context, endpoints.tap)
     notices: queue.Queue[Received] = queue.Queue(MAX_NOTICES)
     link = DaemonLink(
-        context, settings.process, metrics, _Telemetry(socket, core), notices.put_nowait
+        context, settings.process, metrics, _Telemetry((socket, tap), core), notices.put_nowait
     )
     try:
         link.start()
         gc.freeze()
         link.set_state("ready")
-        Router(settings, socket, core, link).run(stop, notices)
+        Router(settings, socket, core, link, tap).run(stop, notices)
         return 0
     except LinkError as error:
         log.error("%s", error)
         return EXIT_FATAL
     finally:
         link.close()
+        tap.close()
         socket.close()
         context.term()
 

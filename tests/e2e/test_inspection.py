@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -85,3 +86,68 @@ def test_the_log_level_changes_while_it_runs(server, inspect):
     assert (done.returncode, done.stdout.split()[-2:]) == (0, ["router", "error"])
     inspect("log-level", "info")
     assert inspect("log-level", "loud").returncode == 2
+
+
+@pytest.fixture
+def tap_while(server, inspect, eventually):
+    """tap_while(work, "--count", 5): the finished tap, and what `work()`, done meanwhile, gave."""
+
+    def taps() -> int:
+        rows = server.ask("sockets")
+        return sum(row["received_messages"] for row in rows if row["socket"] == "tap")
+
+    def run(work, *words):
+        # A tap comes and goes: an odd number would be one whose going is still to be reported.
+        eventually(lambda: taps() % 2 == 0, 30, "the last tap is over")
+        before = taps()
+        tap = pool.submit(inspect, "tap", *words)
+        eventually(lambda: taps() > before, 30, "the router has noticed the tap")
+        working = pool.submit(work)
+        done = tap.result()
+        assert done.returncode == 0, done.stderr
+        return done.stdout, working
+
+    with ThreadPoolExecutor(2) as pool:
+        yield run
+
+
+def completion(server):
+    return server.post("/v1/completions", {"prompt": "tell nobody", "max_tokens": 8, "seed": 1})
+
+
+def test_tap_shows_the_way_of_a_request_without_its_text(server, tap_while):
+    out, reply = tap_while(lambda: completion(server), "--count", 6, "--json")
+    assert reply.result().status == 200
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [(row["message"], row["sender"], row["receiver"]) for row in rows] == [
+        ("Submit", "frontend/0", "router"),
+        ("Encode", "router", "tokenizer/0"),
+        ("Encoded", "tokenizer/0", "router"),
+        ("Start", "router", "worker/0"),
+        ("TokenBatch", "worker/0", "router"),
+        ("TokenBatch", "router", "frontend/0"),
+    ]
+    assert len({request for row in rows for request in row["request_ids"]}) == 1
+    assert rows[0]["payload_bytes"] == len("tell nobody")
+    assert "tell nobody" not in out
+    assert [row["lost"] for row in rows] == [0] * 6
+
+
+def test_tap_with_bodies_shows_texts_and_tokens(server, tap_while):
+    words = ("--bodies", "--process", "frontend/0", "--count", 2, "--json")
+    out, _ = tap_while(lambda: completion(server), *words)
+    submit, batch = map(json.loads, out.splitlines())
+    assert submit["payload"] == ["tell nobody"]
+    assert submit["header"]["sampling"]["max_tokens"] == 8
+    assert batch["message"] == "TokenBatch"
+    assert len(batch["payload"][0].split()) == sum(batch["header"]["counts"])
+
+
+def test_tap_works_while_a_worker_hangs_and_its_lines_are_readable(server, tap_while, frozen):
+    pid = frozen("worker/0")
+    out, reply = tap_while(lambda: completion(server), "--count", 4)
+    os.kill(pid, signal.SIGCONT)
+    lines = out.splitlines()
+    assert "frontend/0 → router" in lines[0]
+    assert "Start" in lines[3]
+    assert reply.result().status == 200

@@ -11,6 +11,7 @@ from daemon.cli.inspect.queues import queues
 from daemon.cli.inspect.requests import requests
 from daemon.cli.inspect.sockets import sockets
 from daemon.cli.inspect.stacks import stacks
+from daemon.cli.inspect.tap import tap
 
 inspect_app = App(name="inspect", help="Ask a live instance what it is doing.")
 inspect_app.command(processes)
@@ -20,3 +21,4 @@ inspect_app.command(cache)
 inspect_app.command(sockets)
 inspect_app.command(stacks)
 inspect_app.command(log_level)
+inspect_app.command(tap)

@@ -55,7 +55,13 @@ def eventually(check: Callable[[], object], seconds: float, what: str) -> object
 def environment(changes: Mapping[str, str] = {}) -> dict[str, str]:
     """Ours without any option of an instance, so that tests do not depend on who runs them."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("DEEPINFER_")}
-    return {**inherited, "DEEPINFER_ACCELERATOR": "cpu", "COLUMNS": "200", **changes}
+    return {
+        **inherited,
+        "DEEPINFER_ACCELERATOR": "cpu",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "COLUMNS": "200",
+        **changes,
+    }
 
 
 def command_line(*arguments: object) -> list[str]:

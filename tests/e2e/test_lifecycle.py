@@ -233,9 +233,9 @@ def test_a_lost_router_ends_its_streams_with_an_error(serve, eventually):
 @pytest.mark.slow
 @pytest.mark.parametrize("dp", [1, 2])
 def test_answers_survive_the_loss_of_their_worker(serve, eventually, dp):
-    greedy = {**LONG, "max_tokens": 700, "stream_options": {"include_usage": True}}
+    greedy = {**LONG, "max_tokens": 1400, "stream_options": {"include_usage": True}}
     sampled = {
-        **LONG, "max_tokens": 400, "temperature": 1.1, "seed": 5, "n": 2, "top_p": 0.9,
+        **LONG, "max_tokens": 800, "temperature": 1.1, "seed": 5, "n": 2, "top_p": 0.9,
         "frequency_penalty": 0.5, "repetition_penalty": 1.1, "logprobs": 1,
     }  # fmt: skip
     with serve(dp=dp, routing="least-loaded") as server, ThreadPoolExecutor(1) as pool:
@@ -252,7 +252,7 @@ def test_answers_survive_the_loss_of_their_worker(serve, eventually, dp):
             got += events
         assert text_of(got) == text_of(wanted)
         assert got[-1]["usage"] == wanted[-1]["usage"]
-        assert got[-1]["usage"]["completion_tokens"] == 700
+        assert got[-1]["usage"]["completion_tokens"] == 1400
         found = reply.result(60).json
         assert texts(found) == texts(wanted_sampled)
         assert found["usage"] == wanted_sampled["usage"]
@@ -263,7 +263,7 @@ def test_answers_survive_the_loss_of_their_worker(serve, eventually, dp):
 
 def begun(server, count: int) -> list[dict]:
     rows = server.ask("requests")
-    return rows if len(rows) == count and all(row["output_tokens"] > 20 for row in rows) else []
+    return rows if len(rows) == count and all(row["output_tokens"] for row in rows) else []
 
 
 def text_of(events: list[dict]) -> str:

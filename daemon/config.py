@@ -286,6 +286,23 @@ class InstanceConfig:
             help="Time between two snapshots of a process.",
         ),
     ] = 0.5
+    hang_seconds: Annotated[
+        float,
+        Parameter(
+            group=_LIFE,
+            validator=_SECONDS,
+            help="Seconds without a heartbeat after which a process is killed and started anew.",
+        ),
+    ] = 5.0
+    stall_seconds: Annotated[
+        float,
+        Parameter(
+            group=_LIFE,
+            validator=_SECONDS,
+            help="Seconds without a turn of its main loop after which a process is killed and "
+            "started anew; longer than any step of the engine.",
+        ),
+    ] = 120.0
 
     engine: Annotated[
         EngineKind,

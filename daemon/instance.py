@@ -18,6 +18,7 @@ import zmq
 
 from daemon.control_server import ControlServer
 from daemon.errors import DeepInferError
+from daemon.hang_watch import HangWatch
 from daemon.instance_view import InstanceView
 from daemon.listen import base_url
 from daemon.metrics import MetricsExporter
@@ -84,6 +85,10 @@ class Instance:
         self._service = ServiceManager()
         self._watchdog = watchdog_seconds()
         self._exporter = MetricsExporter()
+        config = plan.config
+        self._hang_watch = HangWatch(
+            config.heartbeat_seconds, config.hang_seconds, config.stall_seconds
+        )
         self._started_at = time.monotonic()
         self._was_ready = False
         self._told: tuple[InstanceState, str] = ("starting", "the processes are being started")
@@ -133,6 +138,9 @@ class Instance:
         for death in self._supervisor.collect_deaths(now, not self._was_ready):
             self._on_death(death)
         self._supervisor.restart_due(now)
+        if self._stop is None:
+            for hung in self._hang_watch.look(self._supervisor.children.values(), now):
+                self._supervisor.kill_hung(hung.child, hung.reason)
         if self._stop is not None:
             self._go_on_stopping(self._stop, now)
         elif not self._was_ready and now - self._started_at > self._plan.config.start_timeout:
@@ -231,6 +239,8 @@ class Instance:
         if child is None:
             return
         child.state, child.detail = message.state, message.detail
+        # What came before was start-up: from here on it is expected to make progress.
+        child.snapshot_at = child.progress_at = time.monotonic()
         log.info("%s is %s%s", name, message.state, message.detail and f": {message.detail}")
 
     def fatal_error(self, name: ProcessName, reason: str) -> None:
@@ -333,4 +343,6 @@ def _why(child: Child) -> str:
         return child.fatal
     if not child.alive:
         return f"ended with {child.last_exit}" if child.last_exit else "not started"
+    if child.silent:
+        return "gives no sign of life"
     return child.detail or child.state or "starting"

@@ -40,6 +40,8 @@ class Child:
     snapshot_at: float = 0.0
     progress_at: float = 0.0
     """When its progress counter was last seen to grow."""
+    silent: bool = False
+    """Whether its heartbeats have stopped (see `daemon/hang_watch.py`)."""
     restarts: int = 0
     restart_at: float | None = None
     """When it will be started again."""
@@ -60,7 +62,7 @@ class Child:
     @property
     def ready(self) -> bool:
         """Whether it takes part in serving."""
-        return self.alive and self.state == "ready"
+        return self.alive and self.state == "ready" and not self.silent
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,12 @@ class Supervisor:
         self.collect_deaths(time.monotonic(), give_up_on_loops=False)
         return self.num_alive == 0
 
+    def kill_hung(self, child: Child, reason: str) -> None:
+        """End a process that hangs; its death is then handled like any other."""
+        if child.process is not None:
+            log.error("%s hangs (%s): it is killed", child.name, reason)
+            child.process.signal(signal.SIGKILL)
+
     @property
     def num_alive(self) -> int:
         """Children not yet reaped."""
@@ -194,7 +202,8 @@ class Supervisor:
         group = self._process_group if self.num_alive else 0
         child.restart_at = None
         child.process = ChildProcess(child.spec, group)
-        child.progress_at = time.monotonic()
+        child.snapshot_at = child.progress_at = time.monotonic()
+        child.silent = False
         self._process_group = child.process.process_group
         log.info("%s starts, process %d", child.name, child.process.pid)
 

@@ -32,8 +32,15 @@ class RouterLineError(RuntimeError):
 class RouterLine:
     """Owner of the router's socket and of its monitor."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], settings: ProcessSettings) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        settings: ProcessSettings,
+        on_lost: Callable[[], None],
+    ) -> None:
+        """`on_lost` is called when the router is gone; it is greeted anew as soon as it is back."""
         self._settings = settings
+        self._on_lost = on_lost
         self._dealer = DealerSocket(context, Endpoints(settings.run_dir).router, settings.name)
         self._monitor = self._dealer.socket.get_monitor_socket(int(_WATCHED))
         self._reader: AsyncDealer | None = None
@@ -105,5 +112,6 @@ class RouterLine:
         if self._client is None or self._reader is None:
             return
         log.warning("lost the router; answering 503 until it is back")
+        self._on_lost()
         self._client.model = None
         self._client.fail_all(ApiError(503, LOST, retry_after=RETRY_AFTER_SECONDS))

@@ -32,7 +32,8 @@ from frontend.tokenizer.errors import TokenizerLoadError
 from frontend.tokenizer.load import load_tokenizer
 from transport.child import EXIT_FATAL, ProcessSettings, StopFlag, enter_process
 from transport.daemon_link import DaemonLink, LinkError, SocketTelemetry
-from transport.messages import InstanceStatus, RequestRow, SocketStats
+from transport.messages import InstanceStatus, RequestRow, Serving, SocketStats
+from transport.sockets import Received
 from transport.telemetry import MetricSet
 
 FLUSH_SECONDS = 5
@@ -77,8 +78,9 @@ class Frontend:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         metric_set = MetricSet()
         metrics = FrontendMetrics(metric_set)
-        self._line = RouterLine(self._context, settings.process)
+        self._line = RouterLine(self._context, settings.process, self._on_router_lost)
         self._router = RouterClient(self._line.send, metrics)
+        self._is_rejoining = False
         self._gate = Gate(settings, self._router, metrics)
         self._daemon = DaemonClient(self._on_status, self._gate.drain)
         self._link = DaemonLink(
@@ -123,6 +125,17 @@ class Frontend:
     def _on_status(self, status: InstanceStatus) -> None:
         self._gate.set_state(status.state, status.reason)
 
+    def _on_router_lost(self) -> None:
+        if not self._stop.is_set():
+            self._is_rejoining = True
+            self._link.set_state("loading", "joining the new router")
+
+    def _on_router_message(self, received: Received) -> None:
+        self._router.handle(received)
+        if self._is_rejoining and isinstance(received.message, Serving):
+            self._is_rejoining = False
+            self._link.set_state("ready")
+
     async def run(self) -> None:
         """Serve until asked to stop.
 
@@ -137,7 +150,7 @@ class Frontend:
         ticker = loop.create_task(self._tick())
         try:
             await asyncio.to_thread(self._link.start)
-            await self._line.open(self._router, self._router.handle)
+            await self._line.open(self._router, self._on_router_message)
             self._link.set_state("ready")
             stop = loop.create_task(self._stop_asked.wait())
             await asyncio.wait((stop, server), return_when=asyncio.FIRST_COMPLETED)

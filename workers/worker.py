@@ -120,6 +120,7 @@ class Worker:
             if router_lost.is_set():
                 router_lost.clear()
                 self._scheduler.cancel_all()
+                self._link.set_state("loading", "joining the new router")
                 self._dealer.send(hello)
             self._receive()
             worked = self._step()

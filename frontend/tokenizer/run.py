@@ -63,6 +63,7 @@ class TokenizerLoop:
             poller.poll(round(idle_seconds * 1000))
             if router_lost.is_set():
                 router_lost.clear()
+                self._link.set_state("loading", "joining the new router")
                 self._dealer.send(hello)
             try:
                 for received in self._dealer.drain(BATCH):

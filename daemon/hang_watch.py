@@ -1,0 +1,64 @@
+"""Which processes are hung rather than dead: judged by heartbeats and by progress.
+
+A heartbeat is a snapshot, sent by a thread of its own every `--heartbeat-seconds`. None at all means
+that the process is stopped or starved: after a second it does not count as ready, after
+`--hang-seconds` it is hung. A process that sends heartbeats while its main loop makes no turn is hung
+after `--stall-seconds`; that is longer, for one step of a large model may take long.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from daemon.supervisor import Child
+
+SILENT_HEARTBEATS: Final = 1.8
+"""Heartbeats missed until a process is silent: with the default of 0.5 s, below a second."""
+ASLEEP_SECONDS: Final = 3.0
+"""The daemon looks several times a second; a longer gap means that it was stopped itself, and
+that it cannot know what the others did meanwhile."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Hung:
+    """A process to be replaced."""
+
+    child: Child
+    reason: str
+
+
+class HangWatch:
+    """Looks at the children once per turn of the daemon's loop. No clock in here."""
+
+    def __init__(self, heartbeat_seconds: float, hang_seconds: float, stall_seconds: float) -> None:
+        self._silent_seconds = SILENT_HEARTBEATS * heartbeat_seconds
+        self._hang_seconds = max(hang_seconds, 2 * self._silent_seconds)
+        self._stall_seconds = stall_seconds
+        self._looked_at: float | None = None
+
+    def look(self, children: Iterable[Child], now: float) -> list[Hung]:
+        """Update `Child.silent` of all that serve; returns those that have to go."""
+        children = [child for child in children if child.alive and child.state == "ready"]
+        gap = 0.0 if self._looked_at is None else now - self._looked_at
+        self._looked_at = now
+        if gap > ASLEEP_SECONDS:
+            log.warning("the daemon itself stood still for %.1f s", gap)
+            for child in children:
+                child.snapshot_at += gap
+                child.progress_at += gap
+        return [hung for child in children if (hung := self._judge(child, now)) is not None]
+
+    def _judge(self, child: Child, now: float) -> Hung | None:
+        silence = now - child.snapshot_at
+        child.silent = silence > self._silent_seconds
+        if silence > self._hang_seconds:
+            return Hung(child, f"no heartbeat for {silence:.1f} s")
+        stall = now - child.progress_at
+        if stall > self._stall_seconds:
+            return Hung(child, f"its main loop has not made a turn for {stall:.0f} s")
+        return None

@@ -1,0 +1,73 @@
+"""Silent, stalled, and merely quiet processes are told apart."""
+
+from __future__ import annotations
+
+import pytest
+
+from daemon.hang_watch import HangWatch
+
+HEARTBEAT, HANG, STALL = 0.5, 5.0, 30.0
+
+
+@pytest.fixture
+def watch() -> HangWatch:
+    return HangWatch(HEARTBEAT, HANG, STALL)
+
+
+@pytest.fixture
+def child(make_child):
+    child = make_child(state="ready")
+    child.snapshot_at = child.progress_at = 100.0
+    return child
+
+
+def look(watch, child, start: float, end: float):
+    """Look each 0.25 s, as the daemon does; the last answer."""
+    hung = []
+    now = start
+    while now <= end and not hung:
+        hung = watch.look([child], now)
+        now += 0.25
+    return hung
+
+
+def test_a_stopped_process_is_not_ready_within_a_second_and_hung_after_hang_seconds(watch, child):
+    assert look(watch, child, 100.0, 100.75) == []
+    assert child.ready
+    assert look(watch, child, 101.0, 101.0) == []
+    assert not child.ready
+    (hung,) = look(watch, child, 101.25, 110.0)
+    assert hung.child is child
+    assert "no heartbeat for 5." in hung.reason
+
+
+def test_a_process_that_comes_back_is_ready_again(watch, child):
+    look(watch, child, 100.0, 102.0)
+    assert not child.ready
+    child.snapshot_at = child.progress_at = 102.2
+    assert look(watch, child, 102.25, 102.5) == []
+    assert child.ready
+
+
+def test_a_main_loop_that_stands_still_is_hung_although_heartbeats_come(watch, child):
+    now = 100.0
+    while now < 200.0:
+        child.snapshot_at = now
+        hung = watch.look([child], now)
+        if hung:
+            break
+        now += 0.25
+    assert 100.0 + STALL < now < 100.0 + STALL + 1.0
+    assert "main loop" in hung[0].reason
+
+
+def test_a_daemon_that_was_stopped_itself_blames_nobody(watch, child):
+    look(watch, child, 100.0, 100.5)
+    assert watch.look([child], 160.0) == []
+    assert child.ready
+    assert look(watch, child, 160.25, 170.0), "from then on silence counts again"
+
+
+def test_a_process_that_is_loading_may_be_silent(watch, child):
+    child.state = "loading"
+    assert look(watch, child, 100.0, 200.0) == []

@@ -1,0 +1,81 @@
+"""A process that is stopped, not dead: noticed, replaced, and nobody loses an answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+BODY = {"prompt": "hello hello", "max_tokens": 300, "temperature": 0.9, "seed": 11,
+        "ignore_eos": True}  # fmt: skip
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def server(serve):
+    with serve(hang_seconds=2, frontends=2, kv_cache_gb=0.01) as server:
+        server.ready()
+        yield server
+
+
+def wait_ready(server, eventually, wanted: bool, seconds: float) -> None:
+    eventually(
+        lambda: (server.ask("status")["state"] == "ready") is wanted,
+        seconds,
+        f"ready is {wanted}",
+    )
+
+
+@pytest.mark.parametrize("name", ["worker/0", "tokenizer/0"])
+def test_a_stopped_process_is_replaced_and_answers_go_on(server, eventually, name):
+    undisturbed = server.post("/v1/completions", BODY, JSON).json["choices"][0]["text"]
+    pid = server.pids()[name]
+    pieces = []
+    with server.stream("/v1/completions", BODY) as stream:
+        for piece in stream.pieces():
+            pieces.append(piece)
+            if len(pieces) == 5:
+                os.kill(pid, signal.SIGSTOP)
+                wait_ready(server, eventually, wanted=False, seconds=2.0)
+                assert server.get("/ready").status == 503
+                assert server.get("/health").status == 200
+    assert "".join(pieces) == undisturbed
+    wait_ready(server, eventually, wanted=True, seconds=60.0)
+    assert server.pids()[name] != pid
+    assert server.post("/v1/completions", BODY, JSON).json["choices"][0]["text"] == undisturbed
+
+
+def test_a_process_that_goes_on_in_time_is_kept(server, eventually):
+    wait_ready(server, eventually, wanted=True, seconds=60.0)
+    pid = server.pids()["worker/0"]
+    os.kill(pid, signal.SIGSTOP)
+    wait_ready(server, eventually, wanted=False, seconds=2.0)
+    os.kill(pid, signal.SIGCONT)
+    wait_ready(server, eventually, wanted=True, seconds=5.0)
+    assert server.pids()["worker/0"] == pid
+
+
+def test_a_stopped_router_is_replaced_and_requests_in_flight_get_an_error(server, eventually):
+    wait_ready(server, eventually, wanted=True, seconds=60.0)
+    pid = server.pids()["router"]
+    errors = []
+    with server.stream("/v1/completions", {**BODY, "max_tokens": 1500}) as stream:
+        for number, event in enumerate(stream.events()):
+            if number == 3:
+                os.kill(pid, signal.SIGSTOP)
+            if "error" in event:
+                errors.append(event["error"])
+    assert errors and "router" in errors[0]["message"].lower()
+    wait_ready(server, eventually, wanted=True, seconds=60.0)
+    assert server.pids()["router"] != pid
+    assert server.post("/v1/completions", BODY, JSON).status == 200
+
+
+def test_a_stopped_frontend_is_replaced(server, eventually):
+    wait_ready(server, eventually, wanted=True, seconds=60.0)
+    pid = server.pids()["frontend/1"]
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: server.pids()["frontend/1"] not in (pid, None), 30.0, "a new frontend")
+    wait_ready(server, eventually, wanted=True, seconds=60.0)
+    assert [server.post("/v1/completions", BODY, JSON).status for _ in range(4)] == [200] * 4

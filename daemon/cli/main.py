@@ -14,6 +14,7 @@ from daemon.cli.serve import serve
 from daemon.cli.start import start
 from daemon.cli.status import status
 from daemon.cli.stop import stop
+from daemon.cli.systemd import systemd_app
 from daemon.cli.top import top
 from daemon.config_sources import SOURCES
 from daemon.errors import EXIT_USAGE, DeepInferError
@@ -32,6 +33,7 @@ app.command(status)
 app.command(inspect_app)
 app.command(top)
 app.command(config_app)
+app.command(systemd_app)
 
 
 def main() -> None:

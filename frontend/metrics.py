@@ -21,6 +21,7 @@ class FrontendMetrics:
         self._prompt_sizes = metrics.histogram("request_prompt_tokens", bounds=TOKEN_BOUNDS)
         self._aborted = metrics.counter("num_aborted_requests")
         self._buffered = metrics.gauge(STREAM_BUFFERS)
+        self._unread = metrics.queue("unread stream bytes", 0)
         self._connections = metrics.gauge("http_connections")
         self._active = metrics.gauge("http_requests_active")
 
@@ -63,3 +64,4 @@ class FrontendMetrics:
         self._connections.set(connections)
         self._active.set(active)
         self._buffered.set(buffered)
+        self._unread.set(buffered)

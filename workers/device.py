@@ -54,6 +54,12 @@ def default_dtype(device: torch.device, checkpoint: torch.dtype | None) -> DType
     return "float16" if checkpoint == torch.float16 else "bfloat16"
 
 
+def reserved_bytes(index: int) -> int:
+    """Memory of a GPU that this process has taken for tensors, free blocks of its pool included.
+    The CUDA context itself, some hundred MiB, is not counted."""
+    return int(torch.cuda.memory_reserved(index))
+
+
 def available_host_memory() -> int:
     """Bytes that this process may still take: free memory, or less where a cgroup limits it."""
     free = int(psutil.virtual_memory().available)

@@ -6,6 +6,8 @@ import gc
 import logging
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 
 import zmq
 
@@ -67,7 +69,7 @@ def _serve(
         return EXIT_FATAL
     try:
         info = engine.info
-        telemetry = WorkerTelemetry(metrics, info)
+        telemetry = WorkerTelemetry(metrics, info, _device_bytes(settings))
         scheduler = Scheduler(info, settings.max_batched_tokens, settings.prefill_any_interval)
         telemetry.update(scheduler)
         worker = Worker(settings.rank, engine, scheduler, dealer, link, telemetry)
@@ -124,6 +126,15 @@ def create_engine(settings: WorkerSettings, link: DaemonLink) -> Engine:
             report=lambda detail: link.set_state("loading", detail),
         )
     )
+
+
+def _device_bytes(settings: WorkerSettings) -> Callable[[], int] | None:
+    """What tells the GPU memory of this process; None: it uses no GPU."""
+    if settings.engine == "fake" or settings.accelerator != "nvidia":
+        return None
+    from workers.device import reserved_bytes  # noqa: PLC0415  as above: torch
+
+    return partial(reserved_bytes, settings.device_index)
 
 
 def _hello(settings: WorkerSettings) -> Hello:

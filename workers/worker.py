@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import zmq
@@ -33,6 +33,9 @@ from workers.random_seed import choice_seed
 from workers.scheduler import Scheduler, StepOutput, TokenRow
 from workers.sequence import Sequence
 
+DEVICE_SECONDS = 1.0
+"""Time between two looks at the device's memory."""
+
 log = logging.getLogger(__name__)
 
 
@@ -43,7 +46,16 @@ class RouterRefusedError(RuntimeError):
 class WorkerTelemetry:
     """Gauges and counters of one rank."""
 
-    def __init__(self, metrics: MetricSet, info: EngineInfo) -> None:
+    def __init__(
+        self, metrics: MetricSet, info: EngineInfo, device_bytes: Callable[[], int] | None = None
+    ) -> None:
+        """`device_bytes` tells how much of its GPU this process has taken; None: it uses none."""
+        self._device_bytes = device_bytes
+        self._device_bytes_due = 0.0
+        if device_bytes is not None:
+            self._device_memory = metrics.gauge("gpu_memory_bytes")
+        self._running_queue = metrics.queue("running sequences", info.max_num_seqs)
+        self._waiting_queue = metrics.queue("waiting sequences", 0)
         self._running = metrics.gauge("num_requests_running")
         self._waiting = metrics.gauge("num_requests_waiting")
         self._usage = metrics.gauge("kv_cache_usage_perc")
@@ -65,6 +77,8 @@ class WorkerTelemetry:
         """Copy the scheduler's state into the metrics."""
         self._running.set(scheduler.num_running)
         self._waiting.set(scheduler.num_waiting)
+        self._running_queue.set(scheduler.num_running)
+        self._waiting_queue.set(scheduler.num_waiting)
         self._usage.set(scheduler.pages_used / scheduler.num_pages)
         self._pages_used.set(scheduler.pages_used)
         self._slots_used.set(scheduler.slots_used)
@@ -74,6 +88,14 @@ class WorkerTelemetry:
         self._generated.value = counts.generated_tokens
         self._prompt_steps.value = counts.prompt_steps
         self._decode_steps.value = counts.decode_steps
+        if self._device_bytes is not None:
+            self._measure_device(self._device_bytes, time.monotonic())
+
+    def _measure_device(self, device_bytes: Callable[[], int], now: float) -> None:
+        # The allocator's statistics cost more than the rest of a turn: not at every step.
+        if now >= self._device_bytes_due:
+            self._device_bytes_due = now + DEVICE_SECONDS
+            self._device_memory.set(device_bytes())
 
     def observe_step(self, is_prompt: bool, seconds: float) -> None:
         """One step was collected."""

@@ -353,6 +353,8 @@ class RouterCore:
                     f"The request waited {self._settings.stage_seconds:g} s for {where}.",
                 )  # fmt: skip
         self._metrics.update(self._requests.values())
+        choices = {self._worker_names[rank]: load for rank, load in self._ranks.items()}
+        self._metrics.update_outstanding(self._tokenizers, choices)
         return self._take()
 
     # ---- steps of a request -------------------------------------------------------------------------------
@@ -377,6 +379,7 @@ class RouterCore:
             return
         name = choose_tokenizer(request.affinity, self._tokenizers)
         self._tokenizers[name] += 1
+        self._metrics.prompts_at(name, self._tokenizers[name])
         request.tokenizer = name
         request.enter("tokenizing", now)
         job = Encode(request.request_id, request.kind, request.add_special_tokens, request.affinity)
@@ -391,6 +394,7 @@ class RouterCore:
             self._metrics.affinity_passed_over.add()
         request.rank = rank
         self._ranks[rank] += request.open_choices
+        self._metrics.choices_at(self._worker_names[rank], self._ranks[rank])
         for index, choice in enumerate(request.choices):
             if choice.done:
                 continue

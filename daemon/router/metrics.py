@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter as CountOf
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from daemon.router.request import Request, Stage
-from transport.telemetry import Counter, MetricSet
+from transport.ids import ProcessName
+from transport.telemetry import Counter, MetricSet, QueueGauge
 
 STAGES: tuple[Stage, ...] = ("received", "tokenizing", "queued", "running")
 
@@ -16,6 +17,7 @@ class RouterMetrics:
 
     def __init__(self, metrics: MetricSet, max_waiting: int) -> None:
         self._metrics = metrics
+        self._outstanding: dict[tuple[str, ProcessName], QueueGauge] = {}
         self._stages = {stage: metrics.gauge("router_requests", stage) for stage in STAGES}
         self.waiting = metrics.queue("waiting requests", max_waiting)
         self.queue_seconds = metrics.histogram("queue_time_seconds")
@@ -27,6 +29,30 @@ class RouterMetrics:
     def rejections(self, reason: str) -> Counter:
         """Requests refused at admission; `reason` is one of the router's own few codes."""
         return self._metrics.counter("admission_rejections", reason)
+
+    def prompts_at(self, tokenizer: ProcessName, count: int) -> None:
+        """A tokenizer has been given so many prompts that it has not answered."""
+        self._set_outstanding("prompts", tokenizer, count)
+
+    def choices_at(self, worker: ProcessName, count: int) -> None:
+        """A worker has been given so many choices that it has not finished."""
+        self._set_outstanding("choices", worker, count)
+
+    def update_outstanding(
+        self, prompts: Mapping[ProcessName, int], choices: Mapping[ProcessName, int]
+    ) -> None:
+        """What the peers have now; those not named are gone and have nothing."""
+        for key, gauge in self._outstanding.items():
+            what, peer = key
+            gauge.set((prompts if what == "prompts" else choices).get(peer, 0))
+
+    def _set_outstanding(self, what: str, peer: ProcessName, count: int) -> None:
+        gauge = self._outstanding.get((what, peer))
+        if gauge is None:
+            # The waiting ones among them count against --max-waiting, the others hold slots.
+            gauge = self._metrics.queue(f"{what} at {peer}", 0)
+            self._outstanding[what, peer] = gauge
+        gauge.set(count)
 
     def update(self, requests: Iterable[Request]) -> None:
         """Count the live requests by stage."""

@@ -90,7 +90,10 @@ def router_snapshot(requests=()):
         1,
         gauges=metrics.read_gauges(),
         sockets=[SocketStats("router", 1234, 2048, 5, 6, 0)],
-        queues=[QueueStats("waiting requests", 2, 256, 256)],
+        queues=[
+            QueueStats("waiting requests", 2, 256, 256),
+            QueueStats("choices at worker/0", 3, 9, 0),
+        ],
         requests=list(requests),
     )
 
@@ -98,7 +101,7 @@ def router_snapshot(requests=()):
 def waiting_request(number):
     return RequestRow(
         RequestId(f"cmpl-{number:03}"), "queued", ProcessName("frontend/0"), 0, 1500, 0, 1,
-        StageTimes(received=990.0 + number / 1000, queued=995.0),
+        StageTimes(received=990.0 + number / 1000, queued=995.0), stage_since=998.0,
     )  # fmt: skip
 
 
@@ -227,6 +230,17 @@ def test_processes(daemon, capsys):
     ]  # fmt: skip
     assert "restarted 2×; last exit: signal SIGKILL" in lines[3]
     assert "restarting" in lines[4]
+    assert "gpu" not in lines[0]
+
+
+def test_gpu_memory_is_shown_where_there_is_a_gpu(make_child, make_view):
+    metrics = MetricSet()
+    metrics.gauge("gpu_memory_bytes").set(3 * 2**30)
+    snapshot = msgspec.structs.replace(worker_snapshot(), gauges=metrics.read_gauges())
+    view = make_view(make_child(router_snapshot()), make_child(snapshot))
+    text = as_text(processes_table(read_state(view).processes))
+    assert "gpu" in text.splitlines()[0]
+    assert "3.0 GiB" in next(line for line in text.splitlines() if "worker/0" in line)
 
 
 def test_a_process_that_stands_still_is_marked(make_child, make_view):
@@ -240,7 +254,7 @@ def test_requests(daemon, capsys):
     lines = inspect(capsys, "requests", "--run-dir", daemon.path).splitlines()
     assert len(lines) == 41
     assert lines[1].split() == [
-        "cmpl-000", "queued", "0", "10", "s", "1,500", "0", "–", "5.0", "s", "–",
+        "cmpl-000", "queued", "0", "2.0", "s", "10", "s", "1,500", "0", "–", "5.0", "s", "–",
     ]  # fmt: skip
 
 
@@ -256,6 +270,7 @@ def test_no_requests_are_said_in_words(locked, idle_view, capsys):
 def test_queues_cache_and_sockets(daemon, capsys):
     queues = inspect(capsys, "queues", "--run-dir", daemon.path)
     assert queues.splitlines()[1].split() == ["router", "waiting", "requests", "2", "256", "256"]
+    assert queues.splitlines()[2].split()[-3:] == ["3", "9", "–"]  # no bound of its own
     cache = inspect(capsys, "cache", "--run-dir", daemon.path)
     assert "25 %" in cache
     assert "512 / 2,048" in cache

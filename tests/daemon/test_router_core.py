@@ -45,14 +45,14 @@ def worker(rank: int) -> ProcessName:
     return ProcessName(f"worker/{rank}")
 
 
-def make_core(**changes) -> RouterCore:
+def make_core(metrics: MetricSet | None = None, **changes) -> RouterCore:
     process = ProcessSettings(ProcessName("router/0"), "router", "test", "/tmp", 1, "hash")
     values = dict(
         process=process, workers=2, tokenizers=1, max_waiting=4, routing="least-loaded",
         retry_after_seconds=3, max_migrations=2, stage_seconds=10.0,
     )  # fmt: skip
     chosen = RouterSettings(**{**values, **changes})
-    return RouterCore(chosen, RouterMetrics(MetricSet(), chosen.max_waiting))
+    return RouterCore(chosen, RouterMetrics(metrics or MetricSet(), chosen.max_waiting))
 
 
 def serving_core(ranks: int = 1, **changes) -> RouterCore:
@@ -294,3 +294,23 @@ def test_cancelling_twice_is_harmless(index):
     assert core.cancel(Cancel(RequestId("a"), index), 3.0)
     assert core.cancel(Cancel(RequestId("a"), index), 4.0) == []
     assert np.all([core.num_requests == 0])
+
+
+def test_what_each_peer_has_is_told_with_the_most_it_had():
+    metrics = MetricSet()
+    core = serving_core(metrics=metrics)
+
+    def outstanding() -> dict[str, tuple[int, int]]:
+        core.tick(4.0)
+        return {q.name: (q.depth, q.high_water) for q in metrics.read_queues() if " at " in q.name}
+
+    submit(core, "a", n=2)
+    submit(core, "b")
+    assert outstanding() == {"prompts at tokenizer/0": (2, 2)}
+    encoded(core, "a")
+    assert outstanding() == {"prompts at tokenizer/0": (1, 2), "choices at worker/0": (2, 2)}
+    encoded(core, "b")
+    batch(core, 0, [("a", 0, [9], FINISH_LENGTH)])
+    assert outstanding() == {"prompts at tokenizer/0": (0, 2), "choices at worker/0": (2, 3)}
+    core.peer_lost(worker(0), 5.0)
+    assert outstanding()["choices at worker/0"] == (0, 3)

@@ -43,10 +43,10 @@ def snapshot(name, metrics=None, state="ready", **fields):
     )
 
 
-def row(request_id, stage, rank=-1, prompt=0, output=0, **stages):
+def row(request_id, stage, rank=-1, prompt=0, output=0, since=0.0, **stages):
     return RequestRow(
         RequestId(request_id), stage, ProcessName("frontend/0"), rank, prompt, output, 1,
-        StageTimes(**stages),
+        StageTimes(**stages), since,
     )  # fmt: skip
 
 
@@ -135,6 +135,14 @@ def test_processes_that_live_are_measured(make_view, make_child):
     assert found["heartbeat_age_seconds"] == 0.2
     assert (found["progress"], found["progress_age_seconds"]) == (42, 30)
     assert (found["restarts"], found["last_exit"]) == (1, "signal SIGKILL")
+    assert found["gpu_memory_bytes"] is None
+
+
+def test_a_worker_with_a_gpu_tells_what_it_has_taken(make_view, make_child):
+    metrics = MetricSet()
+    metrics.gauge("gpu_memory_bytes").set(5e9)
+    _, found = ask("processes", make_view(make_child(snapshot("worker/0", metrics))))
+    assert found["gpu_memory_bytes"] == 5_000_000_000
 
 
 def test_processes_that_do_not_live_say_so(make_view, make_child):
@@ -149,7 +157,7 @@ def test_requests_show_age_and_time_per_stage_oldest_first(make_view, make_child
     rows = [
         row("young", "tokenizing", received=NOW - 1, tokenizing=NOW - 0.75),
         row(
-            "old", "running", rank=2, prompt=100, output=7,
+            "old", "running", rank=2, prompt=100, output=7, since=NOW - 2,
             received=NOW - 10, tokenizing=NOW - 9.5, queued=NOW - 9, running=NOW - 6,
         ),
         row("tokens", "queued", rank=0, prompt=5, received=NOW - 0.5, queued=NOW - 0.25),
@@ -164,6 +172,8 @@ def test_requests_show_age_and_time_per_stage_oldest_first(make_view, make_child
     assert [young[stage] for stage in stages] == [250, 750, None, None]
     assert [tokens[stage] for stage in stages] == [250, None, 250, None]
     assert (old["rank"], young["rank"]) == (2, None)
+    # Since it was moved to another worker; of the others it is not known.
+    assert [request["stage_ms"] for request in found] == [2000, None, None]
 
 
 def test_cache_shows_pages_and_slots_per_rank(make_view, worker):

@@ -13,7 +13,8 @@ import pytest
 @pytest.fixture(scope="module")
 def server(serve):
     """No model: a token every 5 ms."""
-    with serve(engine="fake", fake_step_ms=5) as server:
+    # Long enough for what these tests do with stopped processes.
+    with serve(engine="fake", fake_step_ms=5, hang_seconds=120) as server:
         yield server.ready()
 
 
@@ -151,3 +152,24 @@ def test_tap_works_while_a_worker_hangs_and_its_lines_are_readable(server, tap_w
     assert "frontend/0 → router" in lines[0]
     assert "Start" in lines[3]
     assert reply.result().status == 200
+
+
+def test_queues_of_all_roles_are_shown_with_the_most_they_held(server, inspect, eventually):
+    assert completion(server).status == 200
+
+    def queues() -> dict[tuple[str, str], dict]:
+        done = inspect("queues", "--json")
+        assert done.returncode == 0, done.stderr
+        return {(row["process"], row["queue"]): row for row in json.loads(done.stdout)}
+
+    def settled() -> bool:
+        found = queues()
+        wanted = [
+            ("router", "prompts at tokenizer/0"), ("router", "choices at worker/0"),
+            ("worker/0", "running sequences"), ("frontend/0", "unread stream bytes"),
+        ]  # fmt: skip
+        assert ("worker/0", "waiting sequences") in found
+        busy = [key for key in wanted[:3] if found[key]["high_water"] < 1]
+        return not busy and all(found[key]["depth"] == 0 for key in wanted)
+
+    eventually(settled, 30, "all has been counted and is over")

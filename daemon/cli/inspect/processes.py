@@ -30,8 +30,11 @@ def processes_table(rows: list[ProcessRow], one_line: bool = False) -> Renderabl
     table.add_column("process", no_wrap=True)
     table.add_column("pid", justify="right")
     table.add_column("state", no_wrap=True)
-    for header in ("uptime", "memory", "cpu", "beat"):
-        table.add_column(header, justify="right", no_wrap=True)
+    has_gpu = any(row.gpu_memory_bytes is not None for row in rows)
+    headers = ("uptime", "memory", "gpu", "cpu", "beat")
+    for header in headers:
+        if header != "gpu" or has_gpu:
+            table.add_column(header, justify="right", no_wrap=True)
     overflow: OverflowMethod = "ellipsis" if one_line else "fold"
     table.add_column("note", no_wrap=one_line, overflow=overflow, ratio=1)
     table.expand = True  # gives the note what the others leave
@@ -42,6 +45,7 @@ def processes_table(rows: list[ProcessRow], one_line: bool = False) -> Renderabl
             Text(row.state, STATE_STYLES.get(row.state, "")),
             duration(row.uptime_seconds),
             size(row.rss_bytes),
+            *([size(row.gpu_memory_bytes)] if has_gpu else []),
             percent(row.cpu_percent),
             duration(row.heartbeat_age_seconds),
             _note(row),
@@ -77,7 +81,8 @@ def processes(
     """Show every process of the instance: is it up, does it move, what does it use?
 
     *beat* is the age of its last heartbeat; a process whose main loop stands still while its
-    heartbeats go on is marked as hanging. *cpu* is the share of one core since the last look.
+    heartbeats go on is marked as hanging. *gpu* is what a worker has taken of its GPU for tensors,
+    *cpu* the share of one core since the last look.
     """
     del config  # read by the command line, for its --instance and --run-dir
     Inspection("processes", list[ProcessRow], processes_table).run(instance, run_dir, json, follow)

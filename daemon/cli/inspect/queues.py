@@ -27,7 +27,7 @@ def queues_table(rows: list[QueueRow]) -> RenderableType:
             row.queue,
             number(row.depth),
             Text(number(row.high_water), "red" if full else ""),
-            number(row.capacity),
+            number(row.capacity) if row.capacity else "–",
         )
     return table
 
@@ -40,9 +40,11 @@ def queues(
     json: AsJson = False,
     follow: Follow = False,
 ) -> None:
-    """Show the bounded queues: how full they are, and how full they have been.
+    """Show the queues: how full they are, and how full they have been.
 
-    A queue whose *most* has reached its bound has turned work away.
+    A queue whose *most* has reached its bound has turned work away, or made it wait elsewhere. One
+    without a bound of its own is kept short by other limits, such as --max-waiting. *prompts at* and
+    *choices at* are what the router has given to a process and has not been answered yet.
     """
     del config  # read by the command line, for its --instance and --run-dir
     Inspection("queues", list[QueueRow], queues_table).run(instance, run_dir, json, follow)

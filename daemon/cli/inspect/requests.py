@@ -26,7 +26,7 @@ def requests_table(rows: list[RequestReport], most: int | None = None) -> Render
     table.add_column("request", overflow="ellipsis", min_width=10)  # gives way to the others
     table.add_column("stage", no_wrap=True)
     table.add_column("rank", justify="right")
-    for header in ("age", "prompt", "output", "encode", "queue", "run"):
+    for header in ("in stage", "age", "prompt", "output", "encode", "queue", "run"):
         table.add_column(header, justify="right", no_wrap=True)
     shown = rows if most is None else rows[:most]
     for row in shown:
@@ -34,6 +34,7 @@ def requests_table(rows: list[RequestReport], most: int | None = None) -> Render
             row.request_id,
             Text(row.stage, STAGE_STYLES.get(row.stage, "")),
             number(row.rank),
+            milliseconds(row.stage_ms),
             milliseconds(row.age_ms),
             number(row.prompt_tokens) if row.prompt_tokens else "–",
             number(row.output_tokens),
@@ -55,8 +56,10 @@ def requests(
 ) -> None:
     """Show the live requests, oldest first: where each one is, and how long each stage took.
 
-    *encode* is the time with the tokenizer, *queue* the time until a worker began with it, *run* the
-    time since. At most a thousand are shown; --json tells more of each.
+    *in stage* is the time since it came to where it is now; it is less than the others tell if the
+    request was moved to another worker. *encode* is the time with the tokenizer, *queue* the time
+    until a worker began with it, *run* the time since. At most a thousand are shown; --json tells
+    more of each.
     """
     del config  # read by the command line, for its --instance and --run-dir
     Inspection("requests", list[RequestReport], requests_table).run(instance, run_dir, json, follow)

@@ -1,0 +1,45 @@
+"""What a worker tells of itself."""
+
+from __future__ import annotations
+
+from transport.telemetry import MetricSet
+from workers.engine import EngineInfo
+from workers.fake_engine import FakeEngine, FakeEngineSettings
+from workers.scheduler import Scheduler
+from workers.worker import WorkerTelemetry
+
+
+def engine_info() -> EngineInfo:
+    return FakeEngine(
+        FakeEngineSettings(
+            vocab_size=100, num_pages=8, max_num_seqs=4, max_model_len=128, pipeline_depth=0,
+            checking=False, step_seconds=0.0,
+        )
+    ).info  # fmt: skip
+
+
+def test_without_a_gpu_no_gpu_memory_is_told():
+    metrics = MetricSet()
+    info = engine_info()
+    WorkerTelemetry(metrics, info).update(Scheduler(info, 128, 4))
+    assert "gpu_memory_bytes" not in metrics.read_gauges()
+    assert {(q.name, q.depth, q.capacity) for q in metrics.read_queues()} == {
+        ("running sequences", 0, 4), ("waiting sequences", 0, 0),
+    }  # fmt: skip
+
+
+def test_gpu_memory_is_measured_but_not_at_every_step():
+    metrics = MetricSet()
+    info = engine_info()
+    looks = []
+
+    def device_bytes() -> int:
+        looks.append(1)
+        return 123
+
+    telemetry = WorkerTelemetry(metrics, info, device_bytes)
+    scheduler = Scheduler(info, 128, 4)
+    for _ in range(1000):
+        telemetry.update(scheduler)
+    assert metrics.read_gauges()["gpu_memory_bytes"] == [((), 123.0)]
+    assert len(looks) < 100

@@ -113,6 +113,9 @@ class Router:
             case _ if peer not in self._pids:
                 log.warning("dropped a message of %s, which has not said hello", peer)
                 return []
+            case Submit() | Encode() | Encoded() | TokenBatch() if not frames:
+                log.error("dropped a message of %s that lacks its payload", peer)
+                return []
             case TokenBatch() as batch:
                 return self._core.tokens(peer, batch, received, now)
             case Submit() as submit:

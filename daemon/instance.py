@@ -45,7 +45,7 @@ TERMINATE_SECONDS: Final = 5.0
 KILL_SECONDS: Final = 20.0
 """From SIGKILL until we say that a process does not end (a GPU takes seconds to let go)."""
 EXTEND_SECONDS: Final = 60.0
-"""How much longer systemd is asked to wait while the instance loads."""
+"""How much longer systemd is asked to wait, each turn, while the instance loads."""
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +149,8 @@ class Instance:
                 f"({self._current_state()[1]}): raise --start-timeout or read the log."
             )
         self._tell_state()
+        if self._stop is None and not self._was_ready:
+            self._service.extend_timeout(EXTEND_SECONDS)
         if self._watchdog is not None and self._makes_progress(now, self._watchdog):
             self._service.watchdog()
 
@@ -214,8 +216,6 @@ class Instance:
                 logging.WARNING if state == "degraded" else logging.DEBUG, "%s: %s", state, reason
             )
             self._service.status(f"{state}: {reason}")
-            if not self._was_ready:
-                self._service.extend_timeout(EXTEND_SECONDS)
 
     # ---- what the control server calls --------------------------------------------------------------
 
@@ -300,6 +300,7 @@ class Instance:
             log.info("stopping: no new requests; running ones get %g s", drain_seconds)
             self._stop = _Stop(drain_deadline=now + drain_seconds, began=now)
             self._service.stopping()
+            self._service.extend_timeout(drain_seconds + 2 * TERMINATE_SECONDS + 2 * KILL_SECONDS)
             for child in self._supervisor.children.values():
                 if child.alive and child.spec.role in ("frontend", "router"):
                     self._server.send(child.name, Drain())

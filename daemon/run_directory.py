@@ -24,6 +24,8 @@ import psutil
 from daemon.errors import ConfigurationError, DeepInferError
 from transport.sockets import Endpoints
 
+SYSTEM_DIRECTORY: Final = Path("/run/deepinfer")
+"""Of root's instances and of systemd's."""
 LOCK_FILE: Final = "lock"
 PID_FILE: Final = "daemon.pid"
 CHILDREN_FILE: Final = "children.json"
@@ -48,6 +50,20 @@ def choose_run_directory(instance: str, wanted: Path | None) -> Path:
     return path
 
 
+def find_run_directory(instance: str, wanted: Path | None) -> Path:
+    """Where `instance` runs, for those who ask it: also where systemd has started it.
+
+    Raises:
+        ConfigurationError: a socket path in it would be too long.
+        DeepInferError: the directory belongs to another user.
+    """
+    path = choose_run_directory(instance, wanted)
+    of_system = SYSTEM_DIRECTORY / instance
+    if wanted is None and running_pid(path) is None and of_system.is_dir():
+        return of_system
+    return path
+
+
 def _default_directory(instance: str) -> Path:
     from_systemd = os.environ.get("RUNTIME_DIRECTORY", "")
     if from_systemd:
@@ -56,7 +72,7 @@ def _default_directory(instance: str) -> Path:
     if user_dir.startswith("/") and os.access(user_dir, os.W_OK):
         return Path(user_dir) / "deepinfer" / instance
     if os.geteuid() == 0 and os.access("/run", os.W_OK):
-        return Path("/run/deepinfer") / instance
+        return SYSTEM_DIRECTORY / instance
     temporary = os.environ.get("TMPDIR") or "/tmp"
     return Path(temporary) / f"deepinfer-{os.geteuid()}" / instance
 

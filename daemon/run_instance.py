@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import sys
+from typing import Final
 
 import zmq
 from rich.console import Console
@@ -24,9 +25,13 @@ from daemon.preflight import (
 )
 from daemon.role_settings import child_specs, make_plan
 from daemon.run_directory import RunDirectory, choose_run_directory
+from daemon.sd_notify import ServiceManager
 from daemon.stop_signals import StopSignals
 from daemon.supervisor import Supervisor
 from transport.sockets import Endpoints
+
+FETCH_SECONDS: Final = 2400.0
+"""How long the service manager is asked to wait for the default model."""
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +53,7 @@ def run_instance(config: InstanceConfig, signals: StopSignals) -> None:
         with open_listening_socket(config.host, config.port) as listener:
             # Fetching the default model takes minutes on a slow network.
             with signals.interrupting():
-                model_dir = find_model(config.model, lambda line: log.info("%s", line))
+                model_dir = find_model(config.model, _tell_progress)
             if config.engine != "fake" and config.load_format != "dummy":
                 check_weights(model_dir)
             plan = make_plan(config, model_dir, run_path, os.getpid())
@@ -70,6 +75,15 @@ def run_instance(config: InstanceConfig, signals: StopSignals) -> None:
         log.info("stopped; nothing is left")
     finally:
         directory.close()
+
+
+def _tell_progress(line: str) -> None:
+    """Of fetching the model, which has a time limit of its own."""
+    log.info("%s", line)
+    service = ServiceManager()
+    service.status(line)
+    service.extend_timeout(FETCH_SECONDS)
+    service.close()
 
 
 def announce(model: str, url: str) -> None:

@@ -100,11 +100,18 @@ def under(root: Path, path: Path) -> Path:
 
 
 def quoted(executable: str) -> str:
-    """As a word of ExecStart=."""
+    """As the first word of ExecStart=.
+
+    Raises:
+        ConfigurationError: systemd takes no such path.
+    """
+    if not executable.startswith("/") or any(c in executable for c in "'\"\\\n"):
+        raise ConfigurationError(
+            f"systemd cannot run {executable!r}: give an absolute path without quotes and "
+            "backslashes with --executable."
+        )
     word = executable.replace("%", "%%")
-    if any(c in word for c in " '\"\\"):
-        word = '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    return word
+    return f'"{word}"' if " " in word else word
 
 
 def own_executable() -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 from daemon.config import ConfigFile, InstanceName, RunDir
 from daemon.errors import EXIT_FAILED
 from daemon.inspection_client import InspectionClient
-from daemon.run_directory import choose_run_directory
+from daemon.run_directory import find_run_directory
 
 ASK_SECONDS = 5.0
 
@@ -37,7 +37,7 @@ def status(
 ) -> None:
     """Say whether the instance runs and serves. Exit code 0: it serves; 1: it does not."""
     del config  # read by the command line, for its --instance and --run-dir
-    path = choose_run_directory(instance, run_dir)
+    path = find_run_directory(instance, run_dir)
     with InspectionClient(path, instance) as client:
         answer = client.ask("status", ASK_SECONDS)
     found = msgspec.json.decode(answer, type=_Status)

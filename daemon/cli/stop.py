@@ -15,7 +15,7 @@ from rich.console import Console
 from daemon.config import ConfigFile, InstanceName, RunDir
 from daemon.errors import DeepInferError
 from daemon.inspection_client import InspectionClient
-from daemon.run_directory import choose_run_directory, not_running, running_pid
+from daemon.run_directory import find_run_directory, not_running, running_pid
 from transport.sockets import Endpoints
 
 CLEAN_UP_SECONDS = 40.0
@@ -36,7 +36,7 @@ def stop(
 ) -> None:
     """Stop an instance: refuse new requests, let running ones end, end all processes."""
     del config  # read by the command line, for its --instance and --run-dir
-    path = choose_run_directory(instance, run_dir)
+    path = find_run_directory(instance, run_dir)
     pid = running_pid(path)
     if pid is None:
         raise DeepInferError(not_running(instance))

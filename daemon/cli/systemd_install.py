@@ -56,8 +56,6 @@ def install(
     /etc/deepinfer that is there already. Change a unit with `systemctl edit`.
     """
     command = str(executable) if executable is not None else own_executable()
-    if not Path(command).is_absolute():
-        raise ConfigurationError(f"--executable {command} is no absolute path: give one.")
     if not prefix.is_absolute():
         raise ConfigurationError(f"--prefix {prefix} is no absolute path: give one.")
     console = Console(highlight=False, soft_wrap=True)
@@ -68,16 +66,16 @@ def install(
             raise cannot_write(file.path, error) from error
         why = "  (it differs from ours, and is yours)" if outcome == "kept" else ""
         console.print(f"{outcome:10}{file.path}{why}", markup=False)
-    if root.resolve() != Path("/"):
-        return
-    if shutil.which("systemd-sysusers"):
-        run_tool("systemd-sysusers", "deepinfer.conf")
-        run_tool("systemd-tmpfiles", "--create", "deepinfer.conf")
-    reload_systemd()
-    _say_what_next(console, command)
+    if root.resolve() == Path("/"):
+        if shutil.which("systemd-sysusers"):
+            run_tool("systemd-sysusers", "deepinfer.conf")
+            run_tool("systemd-tmpfiles", "--create", "deepinfer.conf")
+        reload_systemd()
+        _warn(console, command)
+    console.print("\nNext: systemctl start deepinfer@default")
 
 
-def _say_what_next(console: Console, command: str) -> None:
+def _warn(console: Console, command: str) -> None:
     closed = closed_directory(command)
     if closed is not None:
         console.print(
@@ -88,7 +86,6 @@ def _say_what_next(console: Console, command: str) -> None:
         )
     if not _RUNNING_SYSTEMD.is_dir():
         console.print("\nsystemd does not run here: the files are for the next boot.")
-    console.print("\nNext: systemctl start deepinfer@default", markup=False)
 
 
 def reload_systemd() -> None:

@@ -26,7 +26,7 @@ def uninstall(*, root: Root = Path("/"), prefix: Prefix = DEFAULT_PREFIX) -> Non
             f"{', '.join(running)} still runs: stop it with `systemctl stop 'deepinfer@*'`."
         )
     console = Console(highlight=False, soft_wrap=True)
-    for file in unit_files(root, prefix, ""):
+    for file in unit_files(root, prefix, "/usr/bin/deepinfer"):
         try:
             outcome = file.uninstall()
         except OSError as error:

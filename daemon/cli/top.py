@@ -21,7 +21,7 @@ from daemon.cli.units import duration, rate
 from daemon.config import ConfigFile, InstanceName, RunDir
 from daemon.inspection_client import InspectionClient
 from daemon.report_types import StateReport, StatusReport
-from daemon.run_directory import choose_run_directory
+from daemon.run_directory import find_run_directory
 
 FIXED_LINES: Final = 11
 """Header, throughput, headings, blank lines and the count of what is hidden."""
@@ -50,7 +50,7 @@ def top(
     """
     del config  # read by the command line, for its --instance and --run-dir
     console = make_console()
-    path = choose_run_directory(instance, run_dir)
+    path = find_run_directory(instance, run_dir)
     throughput = Throughput()
     with InspectionClient(path, instance) as client:
         state = _ask(client, throughput)

@@ -11,11 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from daemon import run_directory
 from daemon.errors import ConfigurationError, DeepInferError
 from daemon.run_directory import (
     CHILDREN_FILE,
     RunDirectory,
     choose_run_directory,
+    find_run_directory,
     running_pid,
 )
 
@@ -132,3 +134,17 @@ class RunDirectoryOf:
 
     def __exit__(self, *_error) -> None:
         self._directory.close()
+
+
+def test_those_who_ask_find_an_instance_of_systemd(monkeypatch, tmp_path):
+    monkeypatch.delenv("RUNTIME_DIRECTORY", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "user"))
+    monkeypatch.setattr(run_directory, "SYSTEM_DIRECTORY", tmp_path / "system")
+    own, of_system = tmp_path / "user" / "deepinfer" / "a", tmp_path / "system" / "a"
+    (tmp_path / "user").mkdir()
+    assert find_run_directory("a", None) == own
+    with RunDirectoryOf(of_system):
+        assert find_run_directory("a", None) == of_system
+        assert find_run_directory("a", tmp_path / "b") == tmp_path / "b"
+        with RunDirectoryOf(own):
+            assert find_run_directory("a", None) == own

@@ -14,7 +14,7 @@ from daemon.cli.inspect.session import make_console
 from daemon.errors import DeepInferError
 from daemon.inspection_client import InspectionClient
 from daemon.report_types import CommandReport
-from daemon.run_directory import choose_run_directory
+from daemon.run_directory import find_run_directory
 from transport.messages import DumpStacks, SetLogLevel
 
 COMMAND_SECONDS: Final = 8.0
@@ -42,7 +42,7 @@ def carry_out(
     Raises:
         DeepInferError: the instance does not run, or not every process has answered.
     """
-    with InspectionClient(choose_run_directory(instance, run_dir), instance) as client:
+    with InspectionClient(find_run_directory(instance, run_dir), instance) as client:
         answer = client.command(command, COMMAND_SECONDS)
     reports = msgspec.json.decode(answer, type=list[CommandReport])
     console = make_console()

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 
 from daemon.inspection_client import InspectionClient
-from daemon.run_directory import choose_run_directory
+from daemon.run_directory import find_run_directory
 
 ASK_SECONDS: Final = 5.0
 REFRESH_SECONDS: Final = 1.0
@@ -66,7 +66,7 @@ class Inspection(Generic[ReportT]):
             DeepInferError: the instance does not run, or its daemon does not answer.
         """
         console = console or make_console()
-        path = choose_run_directory(instance, run_dir)
+        path = find_run_directory(instance, run_dir)
         try:
             with InspectionClient(path, instance) as client:
                 if not follow:

@@ -15,7 +15,7 @@ from daemon.cli.inspect.session import AsJson, make_console
 from daemon.cli.units import size
 from daemon.config import ConfigFile, InstanceName, RunDir
 from daemon.report_types import TapReport
-from daemon.run_directory import choose_run_directory
+from daemon.run_directory import find_run_directory
 from daemon.tap_client import TapClient
 
 MOST_IDS = 3
@@ -55,7 +55,7 @@ def tap(
     """
     del config  # read by the command line, for its --instance and --run-dir
     console = make_console()
-    path = choose_run_directory(instance, run_dir)
+    path = find_run_directory(instance, run_dir)
     try:
         with TapClient(path, instance, bodies) as client:
             _show(client, console, process, count, json)

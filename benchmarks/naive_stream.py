@@ -1,7 +1,8 @@
 """The baseline of the streaming benchmark: what a server does that sends one chunk per token.
 
 No engine, no ZMQ, no detokenizer: a Starlette StreamingResponse whose generator serialises each
-chunk with `json.dumps` and yields it. `python -m benchmarks.naive_stream PORT`.
+chunk with `json.dumps` and yields it. `python -m benchmarks.naive_stream PORT [STEP_SECONDS]`: with a
+step time, every stream yields one chunk a step, all streams at the same moments.
 """
 
 from __future__ import annotations
@@ -18,6 +19,13 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 COMPACT = (",", ":")
+STEP_SECONDS = float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
+
+
+async def next_step() -> None:
+    """Wait for the next multiple of the step time, or give the other streams a turn."""
+    now = asyncio.get_running_loop().time()
+    await asyncio.sleep(STEP_SECONDS - now % STEP_SECONDS if STEP_SECONDS else 0)
 
 
 async def chunks(count: int) -> AsyncIterator[str]:
@@ -38,7 +46,7 @@ async def chunks(count: int) -> AsyncIterator[str]:
             ],
         }
         yield f"data: {json.dumps(chunk, separators=COMPACT)}\n\n"
-        await asyncio.sleep(0)
+        await next_step()
     yield "data: [DONE]\n\n"
 
 

@@ -1,17 +1,17 @@
 """How fast the pipeline is without a model: `python -m benchmarks.pipeline [--json FILE]`.
 
-Three measurements against real instances with the fake engine (its tokens cost next to nothing):
+Real instances over real HTTP, with the fake engine, whose tokens cost next to nothing:
 
 1. Streaming: 256 streams as fast as they go. The frontend's own CPU seconds count, so that the other
-   processes, which share the machine's cores, do not hide what one frontend can do.
-2. Added latency of one request at a time, HTTP in to first content out, all hops included.
-3. The same beside 256 streams at a decode pace of 20 ms a step. Waiting for the engine (which a step
-   time makes unavoidable) is taken off: the server's own `queue` time of that very request.
+   processes, which share the machine's cores, do not hide what one frontend can do. Beside it, with
+   the same client: a server that does the usual per token, and one that does nothing but write.
+2. Added latency of one request at a time, and what its six ZeroMQ hops cost without us.
+3. Added latency beside 256 streams at a decode pace of 20 ms a step (see `benchmarks/latency.py`).
 """
 
 from __future__ import annotations
 
-import socket
+import os
 import statistics
 import sys
 import time
@@ -24,21 +24,33 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.servers import Served, instance, naive_server
+from benchmarks.hop_floor import round_trips
+from benchmarks.latency import (
+    STEP_SECONDS,
+    STREAMS,
+    Latency,
+    LoadedLatency,
+    body,
+    measure_clients,
+    measure_one,
+    measure_probes,
+)
+from benchmarks.servers import Served, baseline, instance
 from benchmarks.sse_client import OpenStream, StreamPool
 
-STREAMS = 256
-STEP_MS = 20.0
 GOAL_TOKENS_PER_CORE = 150_000
 GOAL_ONE_MS = 1.0
 GOAL_LOADED_MS = 5.0
+ROUND_TRIPS = 3
+"""Of ZeroMQ in a request: frontend, router, tokenizer, router, worker, router, frontend."""
 
 
 @dataclass
 class Throughput:
-    """Streaming at full speed."""
+    """Streaming for a while."""
 
     tokens: int
+    reads: int
     wall_seconds: float
     cpu_seconds: dict[str, float]
 
@@ -49,29 +61,20 @@ class Throughput:
 
 
 @dataclass
-class Latency:
-    """Milliseconds."""
+class Figures:
+    """Everything that one run measures."""
 
-    count: int
-    p50: float
-    p90: float
-    p99: float
-
-
-def body(max_tokens: int) -> dict[str, object]:
-    """A short chat prompt (31 tokens)."""
-    return {
-        "model": "SmolLM2-135M-Instruct",
-        "messages": [{"role": "user", "content": "Hi"}],
-        "max_tokens": max_tokens,
-        "ignore_eos": True,
-    }
-
-
-def latency_of(seconds: list[float]) -> Latency:
-    """Percentiles."""
-    cuts = statistics.quantiles(seconds, n=100, method="inclusive")
-    return Latency(len(seconds), cuts[49] * 1e3, cuts[89] * 1e3, cuts[98] * 1e3)
+    ours: Throughput
+    naive: Throughput
+    naive_paced: Throughput
+    writes: Throughput
+    one: Latency
+    six_hops_ms: float
+    probes: LoadedLatency
+    clients: LoadedLatency
+    load_average: tuple[float, float, float]
+    """Of the machine at the end; its cores should have had nothing else to do."""
+    cores: int
 
 
 def measure_throughput(server: Served, seconds: float) -> Throughput:
@@ -90,75 +93,81 @@ def measure_throughput(server: Served, seconds: float) -> Throughput:
         pool.open(body(2000), f"t{next(numbers)}")
         pool.read(0.0, next_one)
     read_until(time.perf_counter() + 2.0)
-    events, began, cpu = pool.events, time.perf_counter(), server.cpu_seconds()
+    events, reads = pool.events, pool.reads
+    began, cpu = time.perf_counter(), server.cpu_seconds()
     read_until(began + seconds)
     wall = time.perf_counter() - began
     used = {name: after - cpu[name] for name, after in server.cpu_seconds().items()}
-    counted = pool.events - events
+    counted = Throughput(pool.events - events, pool.reads - reads, wall, used)
     pool.close()
-    return Throughput(counted, wall, used)
+    return counted
 
 
-def measure_one(server: Served, requests: int) -> Latency:
-    """One request after the other on one kept connection."""
-    pool = StreamPool("127.0.0.1", server.port)
-    connection: socket.socket | None = None
-    waits: list[float] = []
-    for number in range(requests + 20):
-        ended: list[OpenStream] = []
-        stream = pool.open(body(1), f"one{number}", connection)
-        while not ended:
-            pool.read(5.0, ended.append)
-        connection = stream.connection
-        if number >= 20:
-            waits.append(stream.first_content_at - stream.sent_at)
-    pool.close()
-    return latency_of(waits)
+def measure(requests: int, seconds: float, frontends: int, options: dict[str, object]) -> Figures:
+    """Run everything, one after the other."""
+    paced = {**options, "fake_step_ms": STEP_SECONDS * 1e3, "frontends": frontends}
+    with instance(**options) as server:
+        ours = measure_throughput(server, seconds)
+        one = measure_one(server, requests)
+    hops = statistics.median(round_trips(requests)) * ROUND_TRIPS * 1e3
+    with baseline("benchmarks.naive_stream") as server:
+        naive = measure_throughput(server, seconds)
+    with baseline("benchmarks.naive_stream", str(STEP_SECONDS)) as server:
+        naive_paced = measure_throughput(server, seconds)
+    with baseline("benchmarks.raw_stream") as server:
+        writes = measure_throughput(server, seconds)
+    # An instance each: the streams of one must not end within the other.
+    with instance(**paced) as server:
+        probes = measure_probes(server, seconds)
+    with instance(**paced) as server:
+        clients = measure_clients(server, seconds)
+    return Figures(
+        ours=ours,
+        naive=naive,
+        naive_paced=naive_paced,
+        writes=writes,
+        one=one,
+        six_hops_ms=hops,
+        probes=probes,
+        clients=clients,
+        load_average=os.getloadavg(),
+        cores=os.cpu_count() or 0,
+    )
 
 
-def measure_loaded(server: Served, seconds: float) -> tuple[Latency, Latency]:
-    """STREAMS connections, each sending its next request (64 tokens) when the last one is done.
-
-    Returns the raw time to the first token, and the same less the wait for the engine."""
-    pool = StreamPool("127.0.0.1", server.port)
-    finished: list[OpenStream] = []
-    numbers = iter(range(10**9))
-
-    def next_one(stream: OpenStream) -> None:
-        finished.append(stream)
-        pool.open(body(64), f"load{next(numbers)}", stream.connection)
-
-    # Spread over one request's time, so that requests do not arrive in step.
-    for number in range(STREAMS):
-        pool.open(body(16 + number % 64), f"load{next(numbers)}")
-        pool.read(0.002, next_one)
-    settle = time.perf_counter() + 3.0
-    while time.perf_counter() < settle:
-        pool.read(0.1, next_one)
-    finished.clear()
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        pool.read(0.1, next_one)
-    pool.close()
-    engine = server.engine_waits()
-    raw = [s.first_content_at - s.sent_at for s in finished]
-    added = [
-        s.first_content_at - s.sent_at - engine[s.request_id]
-        for s in finished
-        if s.request_id in engine
-    ]
-    return latency_of(raw), latency_of(added)
-
-
-def show(
-    ours: Throughput,
-    naive: Throughput,
-    one: Latency,
-    raw: Latency,
-    added: Latency,
-    console: Console,
-) -> None:
+def show(figures: Figures, console: Console) -> None:
     """Print the tables."""
+    for table in (_goals(figures), _latencies(figures), _costs(figures.ours)):
+        console.print(table)
+    ours, floor = figures.ours, figures.writes.per_core
+    paced = 1 / figures.probes.cpu_per_token
+    cores = Table(
+        "", "tokens/s per core", "ours is × of it", "tokens a read",
+        title=f"One process that streams to {STREAMS} clients",
+    )  # fmt: skip
+    for name, rate, mine, reads in (
+        ("full speed: ours", ours.per_core, ours.per_core, ours.tokens / ours.reads),
+        ("full speed: a Starlette chunk a token", figures.naive.per_core, ours.per_core,
+         figures.naive.tokens / figures.naive.reads),
+        (f"{STEP_SECONDS * 1e3:g} ms a step: ours", paced, paced,
+         1 / figures.probes.reads_per_token),
+        (f"{STEP_SECONDS * 1e3:g} ms a step: a Starlette chunk a token",
+         figures.naive_paced.per_core, paced,
+         figures.naive_paced.tokens / figures.naive_paced.reads),
+        ("nothing but a send a token", floor, paced, figures.writes.tokens / figures.writes.reads),
+    ):  # fmt: skip
+        cores.add_row(name, f"{rate:,.0f}", f"{mine / rate:.2f}", f"{reads:.1f}")
+    console.print(cores)
+    console.print(
+        f"full speed by the clock: {ours.tokens / ours.wall_seconds:,.0f} tokens/s, all processes "
+        f"and the client on {figures.cores} cores\n"
+        f"one stream's p50 / its six ZeroMQ hops alone ({figures.six_hops_ms:.2f} ms): "
+        f"{figures.one.p50 / figures.six_hops_ms:.2f}\n"
+        f"load average {figures.load_average[0]:.1f}: other work on the machine makes all of this worse"
+    )
+
+
+def _goals(figures: Figures) -> Table:
     table = Table("", "measured", "goal", "", title=f"Pipeline without a model, {STREAMS} streams")
 
     def row(name: str, value: float, goal: float, text: Callable[[float], str], up: bool) -> None:
@@ -167,29 +176,42 @@ def show(
         mark = "[green]met[/]" if met else "[red]missed[/]"
         table.add_row(name, text(value), f"{sign} {text(goal)}", mark)
 
-    row("tokens/s per frontend core", ours.per_core, GOAL_TOKENS_PER_CORE, "{:,.0f}".format, True)
-    row("added latency p50, 1 stream", one.p50, GOAL_ONE_MS, "{:.2f} ms".format, False)
-    row("added latency p50, 256 streams", added.p50, GOAL_LOADED_MS, "{:.2f} ms".format, False)
-    console.print(table)
-    details = Table("", "p50", "p90", "p99", "requests", title="Time to first token, ms")
-    for name, latency in (
-        ("1 stream", one), (f"256 streams, raw (step {STEP_MS:g} ms)", raw),
-        ("256 streams, without the wait for the engine", added),
-    ):  # fmt: skip
-        details.add_row(
-            name, *(f"{v:.2f}" for v in (latency.p50, latency.p90, latency.p99)), str(latency.count)
-        )
-    console.print(details)
-    costs = Table("process", "CPU µs per token", title="Streaming at full speed")
+    per_core, milliseconds = "{:,.0f}".format, "{:.2f} ms".format
+    added = figures.probes.added
+    assert added is not None
+    # More tokens in one write cost less each, so a starved machine shows a better rate.
+    ours = figures.ours
+    piled = f"tokens/s per frontend core, {ours.tokens / ours.reads:.0f} tokens a read"
+    row(piled, ours.per_core, GOAL_TOKENS_PER_CORE, per_core, True)
+    row("added latency p50, 1 stream", figures.one.p50, GOAL_ONE_MS, milliseconds, False)
+    row(f"added latency p50, {STREAMS} streams", added.p50, GOAL_LOADED_MS, milliseconds, False)
+    return table
+
+
+def _latencies(figures: Figures) -> Table:
+    table = Table("", "p50", "p90", "p99", "requests", title="Time to first token, ms")
+
+    def row(name: str, latency: Latency | None) -> None:
+        if latency is not None:
+            cells = (f"{v:.2f}" for v in (latency.p50, latency.p90, latency.p99))
+            table.add_row(name, *cells, str(latency.count))
+
+    row("1 stream, nothing taken off", figures.one)
+    for name, loaded in (
+        (f"probe beside {STREAMS} streams", figures.probes),
+        (f"{STREAMS} clients", figures.clients),
+    ):
+        row(f"{name}, raw ({STEP_SECONDS * 1e3:g} ms a step)", loaded.raw)
+        row(f"… less the engine's steps ({loaded.engine_share:.0%} of the time)", loaded.added)
+        row("… less all time at the rank", loaded.outside)
+    return table
+
+
+def _costs(ours: Throughput) -> Table:
+    table = Table("process", "CPU ms per 1000 tokens", title="Streaming at full speed")
     for name, seconds in ours.cpu_seconds.items():
-        costs.add_row(name, f"{seconds / ours.tokens * 1e6:.2f}")
-    console.print(costs)
-    console.print(
-        f"wall: {ours.tokens / ours.wall_seconds:,.0f} tokens/s with all processes and the client on "
-        f"this machine's cores\nbaseline (one Starlette chunk a token, no engine): "
-        f"{naive.per_core:,.0f} tokens/s per core; ours / baseline = "
-        f"{ours.per_core / naive.per_core:.1f}"
-    )
+        table.add_row(name, f"{seconds / ours.tokens * 1e6:.2f}")
+    return table
 
 
 def main(
@@ -207,36 +229,23 @@ def main(
     requests
         Requests of the single-stream latency.
     seconds
-        Duration of the streaming measurements and of the loaded latency, each.
+        Duration of the streaming measurements and of the loaded latencies, each.
     frontends
-        Frontend processes in the loaded latency measurement.
+        Frontend processes in the loaded latency measurements.
     model
         Directory whose tokenizer is used; default: the default model's.
     json
         Write the figures to this file.
     """
     console = Console(highlight=False)
-    options: dict[str, object] = {"max_num_seqs": STREAMS, "max_waiting": STREAMS}
+    options: dict[str, object] = {"max_num_seqs": STREAMS + 8, "max_waiting": STREAMS}
     if model is not None:
         options |= {"model": model, "served_model_name": "SmolLM2-135M-Instruct"}
-    with console.status("streaming"), instance(**options) as server:
-        ours = measure_throughput(server, seconds)
-        one = measure_one(server, requests)
-    with console.status("baseline"), naive_server() as server:
-        naive = measure_throughput(server, seconds)
-    with (
-        console.status("latency beside 256 streams"),
-        instance(**options, fake_step_ms=STEP_MS, frontends=frontends) as server,
-    ):
-        raw, added = measure_loaded(server, seconds)
-    show(ours, naive, one, raw, added, console)
+    with console.status("measuring: a minute or two"):
+        figures = measure(requests, seconds, frontends, options)
+    show(figures, console)
     if json is not None:
-        figures = {
-            "tokens_per_core": ours.per_core, "baseline_tokens_per_core": naive.per_core,
-            "throughput": asdict(ours), "one": asdict(one), "loaded_raw": asdict(raw),
-            "loaded_added": asdict(added),
-        }  # fmt: skip
-        json.write_bytes(msgspec.json.format(msgspec.json.encode(figures)))
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(asdict(figures))))
 
 
 if __name__ == "__main__":

@@ -36,23 +36,33 @@ class Served:
         """CPU time used so far, per process."""
         return {name: sum(process.cpu_times()[:2]) for name, process in self.processes.items()}
 
-    def engine_waits(self) -> dict[str, float]:
-        """Seconds from a rank's choice to its first chunk being done, by request id (access log)."""
+    def times_at_rank(self) -> dict[str, float]:
+        """Seconds from the router's choice of a rank to its sight of the first token, by request id
+        (access log): the engine, two hops, and the worker's own work."""
         pattern = re.compile(r" id=(\S+) .* queue=([\d.]+)ms")
         return {m[1]: float(m[2]) / 1000 for m in pattern.finditer(self.log.read_text())}
+
+
+def start_daemon(folder: Path, port: int, **options: object) -> subprocess.Popen[bytes]:
+    """`deepinfer serve` as instance `bench` in a session of its own, its run directory and log in
+    `folder`. Not ready yet; the caller ends it."""
+    words = [word for k, v in options.items() for word in ("--" + k.replace("_", "-"), str(v))]
+    command = [sys.executable, "-m", "daemon.cli.main", "serve", "--instance", "bench",
+               "--run-dir", str(folder / "run"), "--port", str(port), *words]  # fmt: skip
+    with (folder / "log").open("wb") as log_file:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log_file,
+            start_new_session=True,
+        )  # fmt: skip
 
 
 @contextlib.contextmanager
 def instance(**options: object) -> Iterator[Served]:
     """`deepinfer serve --engine fake` with these options, in a run directory of its own."""
     folder = Path(tempfile.mkdtemp(prefix="di-bench-"))
-    words = [word for k, v in options.items() for word in ("--" + k.replace("_", "-"), str(v))]
     port = free_port()
-    command = [sys.executable, "-m", "daemon.cli.main", "serve", "--engine", "fake", "--instance",
-               "bench", "--run-dir", str(folder / "run"), "--port", str(port), *words]  # fmt: skip
     log = folder / "log"
-    with log.open("wb") as log_file:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log_file)
+    process = start_daemon(folder, port, engine="fake", **options)
     try:
         wait_for(f"http://127.0.0.1:{port}/ready", process, log)
         with InspectionClient(folder / "run", "bench") as client:
@@ -65,15 +75,14 @@ def instance(**options: object) -> Iterator[Served]:
 
 
 @contextlib.contextmanager
-def naive_server() -> Iterator[Served]:
-    """The baseline of `benchmarks/naive_stream.py`."""
+def baseline(module: str, *arguments: str) -> Iterator[Served]:
+    """A server of this folder to compare with: `python -m MODULE PORT ARGUMENT ...`."""
     folder = Path(tempfile.mkdtemp(prefix="di-bench-"))
     port = free_port()
     log = folder / "log"
     with log.open("wb") as log_file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.naive_stream", str(port)], stderr=log_file
-        )
+        command = [sys.executable, "-m", module, str(port), *arguments]
+        process = subprocess.Popen(command, stderr=log_file)
     try:
         wait_for(f"http://127.0.0.1:{port}/", process, log)
         yield Served(port, log, {"frontend/0": psutil.Process(process.pid)})

@@ -59,6 +59,9 @@ class StreamPool:
         self._address = (host, port)
         self._selector = selectors.EpollSelector()
         self.events = 0
+        self.reads = 0
+        """Pieces received. Small pieces that were written apart may come as one, so this is about what
+        the server wrote, or less."""
 
     def open(
         self, body: dict[str, object], request_id: str, reuse: socket.socket | None = None
@@ -83,6 +86,7 @@ class StreamPool:
             data = stream.connection.recv(1 << 18)
             if not data:
                 raise ConnectionError(f"the server closed the stream {stream.request_id}")
+            self.reads += 1
             self.events += stream.feed(data, time.perf_counter())
             if stream.done:
                 self._selector.unregister(stream.connection)

@@ -1,0 +1,185 @@
+"""More requests than fit, and readers that do not read: the others are served all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import socket
+from collections import Counter
+
+import psutil
+import pytest
+
+REQUESTS = 200
+TOKENS = 20
+READERS = 8
+CHOICES = 4
+READER_TOKENS = 1400
+HIGH_WATER_KIB = 16
+MIB = 1 << 20
+CLIENT_SECONDS = 60.0
+
+
+# ---- more requests than fit ------------------------------------------------------------------------
+
+
+async def ask(address: tuple[str, int], streamed: bool) -> tuple[int, bytes, bytes]:
+    body = {
+        "prompt": "hello the", "max_tokens": TOKENS, "ignore_eos": True, "stream": streamed,
+        "stream_options": {"include_usage": True} if streamed else None,
+    }  # fmt: skip
+    data = json.dumps({k: v for k, v in body.items() if v is not None}).encode()
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nConnection: close\r\n"
+        b"Content-Length: %d\r\n\r\n%b" % (len(data), data)
+    )
+    answer = await reader.read()
+    writer.close()
+    head, _, rest = answer.partition(b"\r\n\r\n")
+    return int(head.split(b" ", 2)[1]), head.lower(), rest
+
+
+async def rush(address: tuple[str, int]) -> list[tuple[int, bytes, bytes]]:
+    asks = (ask(address, streamed=bool(i % 2)) for i in range(REQUESTS))
+    return await asyncio.wait_for(asyncio.gather(*asks), CLIENT_SECONDS)
+
+
+def check_rush(answers: list[tuple[int, bytes, bytes]]) -> Counter[int]:
+    for status, head, body in answers:
+        if status == 200:
+            assert b'"completion_tokens":%d' % TOKENS in body, body[-300:]
+            assert b'"error"' not in body
+        else:
+            assert status == 429, (status, body)
+            assert b"\r\nretry-after: 1" in head, head
+            assert b'"overloaded"' in body
+    return Counter(status for status, _, _ in answers)
+
+
+def test_two_hundred_at_once_are_answered_or_told_to_come_again(serve, eventually):
+    options = {"engine": "fake", "fake_step_ms": 5, "max_num_seqs": 4, "max_waiting": 8}
+    with serve(**options) as server:
+        server.ready()
+        pids = server.pids()
+        memory = {}
+        for turn in range(4):
+            seen = check_rush(asyncio.run(rush(server.address)))
+            assert seen[200] >= 8, seen  # as many as may wait are never turned away
+            assert seen[429] > 0, "there was never an overload"
+            eventually(lambda: not server.ask("requests"), 10, "none is left")
+            if turn in (0, 3):
+                memory[turn] = resident(server, "frontend/0"), resident(server, "router")
+        growth = [after - before for before, after in zip(memory[0], memory[3], strict=True)]
+        assert max(growth) < 8 * MIB, growth
+        assert server.metric("admission_rejections_total") > 0
+        assert server.pids() == pids
+        for queue in server.ask("queues"):
+            if queue["capacity"]:
+                assert queue["high_water"] <= queue["capacity"], queue
+        assert "Traceback" not in server.log
+
+
+def resident(server, name: str) -> int:
+    return psutil.Process(server.pids()[name]).memory_info().rss
+
+
+# ---- readers that do not read ----------------------------------------------------------------------
+
+
+class Reader:
+    """A client with a small receive buffer that asks for megabytes and does not read them yet."""
+
+    def __init__(self, address: tuple[str, int], tokens: int) -> None:
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self._socket.settimeout(CLIENT_SECONDS)
+        self._socket.connect(address)
+        body = {
+            "prompt": "hello the", "max_tokens": tokens, "ignore_eos": True, "logprobs": 20,
+            "n": CHOICES, "stream": True, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        data = json.dumps(body).encode()
+        self._socket.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n%b"
+            % (len(data), data)
+        )
+
+    def read_all(self) -> tuple[int, int]:
+        """Tokens by the answer's own count, and the bytes of its body."""
+        response = http.client.HTTPResponse(self._socket)
+        response.begin()
+        assert response.status == 200
+        body = response.read()
+        events = [line[6:] for line in body.split(b"\n") if line.startswith(b"data: ")]
+        assert events[-1] == b"[DONE]"
+        return json.loads(events[-2])["usage"]["completion_tokens"], len(body)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def small_answer(server) -> bool:
+    reply = server.post(
+        "/v1/completions", {"prompt": "hello", "max_tokens": 150, "ignore_eos": True}
+    )
+    return reply.status == 200 and reply.json["usage"]["completion_tokens"] == 150
+
+
+def computed(server, ids: set[str]) -> dict[str, int]:
+    """Tokens computed so far for each of the requests that still run."""
+    rows = server.ask("requests")
+    return {row["request_id"]: row["output_tokens"] for row in rows if row["request_id"] in ids}
+
+
+def all_run(server, count: int) -> list[dict]:
+    rows = server.ask("requests")
+    return rows if len(rows) == count and all(row["output_tokens"] for row in rows) else []
+
+
+@pytest.mark.slow
+def test_slow_readers_are_paused_and_nobody_else_is(serve, eventually):
+    with (
+        serve(
+            engine="fake", fake_step_ms=1, max_num_seqs=READERS * CHOICES + 2,
+            stream_high_water_kib=HIGH_WATER_KIB, slow_reader_seconds=120,
+        ) as server,
+        contextlib.ExitStack() as readers,
+    ):  # fmt: skip
+        server.ready()
+        first = Reader(server.address, READER_TOKENS)
+        tokens, size = first.read_all()
+        first.close()
+        assert tokens == CHOICES * READER_TOKENS
+        assert small_answer(server)
+        eventually(lambda: not server.ask("requests"), 10, "the first ones have ended")
+        before = resident(server, "frontend/0")
+
+        unread = [Reader(server.address, READER_TOKENS) for _ in range(READERS)]
+        for reader in unread:
+            readers.callback(reader.close)
+        rows = eventually(lambda: all_run(server, READERS), 10, "all of them run")
+        ids = {row["request_id"] for row in rows}
+
+        def stand_still() -> bool:
+            """A small answer has more steps than a heartbeat lasts."""
+            earlier = computed(server, ids)
+            return small_answer(server) and computed(server, ids) == earlier
+
+        eventually(stand_still, 60, "all unread streams are paused")
+        paused = computed(server, ids)
+        assert len(paused) == READERS
+        assert max(paused.values()) < CHOICES * READER_TOKENS, (
+            "the streams were too short to need a pause"
+        )
+        for _ in range(20):
+            assert small_answer(server)
+        assert computed(server, ids) == paused
+        growth = resident(server, "frontend/0") - before
+        assert growth < READERS * size / 2, (growth, size)  # of what they asked for
+
+        for reader in unread:
+            assert reader.read_all()[0] == CHOICES * READER_TOKENS
+        eventually(lambda: not server.ask("requests"), 10, "none is left")

@@ -157,7 +157,8 @@ class Instance:
     def _makes_progress(self, now: float, seconds: float) -> bool:
         """Whether no worker that serves has stood still for half of `seconds`."""
         workers = self._supervisor.by_role("worker")
-        return all(now - c.progress_at < seconds / 2 for c in workers if c.ready)
+        serving = (c for c in workers if c.alive and c.state == "ready")
+        return all(now - c.progress_at < seconds / 2 for c in serving)
 
     def _on_death(self, death: Death) -> None:
         child = death.child
@@ -239,6 +240,7 @@ class Instance:
         if child is None:
             return
         child.state, child.detail = message.state, message.detail
+        child.has_served = child.has_served or message.state == "ready"
         # What came before was start-up: from here on it is expected to make progress.
         child.snapshot_at = child.progress_at = time.monotonic()
         log.info("%s is %s%s", name, message.state, message.detail and f": {message.detail}")

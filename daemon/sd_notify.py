@@ -8,6 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from typing import Final
+
+PATIENCE_SECONDS: Final = 2.0
+"""How long to wait for room in a busy manager's queue with what is said only once."""
 
 
 class ServiceManager:
@@ -20,11 +24,10 @@ class ServiceManager:
         self._socket: socket.socket | None = None
         if address:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-            self._socket.setblocking(False)
 
     def ready(self) -> None:
         """The instance serves."""
-        self._send("READY=1")
+        self._send("READY=1", PATIENCE_SECONDS)
 
     def status(self, text: str) -> None:
         """One line on what happens now."""
@@ -32,7 +35,7 @@ class ServiceManager:
 
     def stopping(self) -> None:
         """The instance has begun to stop."""
-        self._send("STOPPING=1")
+        self._send("STOPPING=1", PATIENCE_SECONDS)
 
     def watchdog(self) -> None:
         """The instance makes progress."""
@@ -48,8 +51,9 @@ class ServiceManager:
             self._socket.close()
             self._socket = None
 
-    def _send(self, text: str) -> None:
+    def _send(self, text: str, patience: float = 0.0) -> None:
         if self._socket is not None:
+            self._socket.settimeout(patience)
             # A manager that does not listen is no reason to fail.
             with contextlib.suppress(OSError):
                 self._socket.sendto(text.encode(), self._address)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -56,3 +57,18 @@ def test_the_watchdog_interval(monkeypatch, environment, seconds):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert watchdog_seconds() == seconds
+
+
+def test_ready_waits_for_room_in_a_busy_managers_queue(tmp_path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        service = ServiceManager(str(tmp_path / "notify"))
+        for _ in range(1000):
+            service.watchdog()  # does not wait: the queue holds far fewer
+        with ThreadPoolExecutor(1) as pool:
+            told = pool.submit(service.ready)
+            manager.settimeout(10)
+            while manager.recv(100) != b"READY=1":
+                pass
+            told.result(10)
+        service.close()

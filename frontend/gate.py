@@ -55,6 +55,11 @@ class Gate:
             return Readiness(False, "starting", "the router has no model yet")
         return Readiness(True, self._state, "")
 
+    @property
+    def is_waiting_for_router(self) -> bool:
+        """Whether requests would be let in if only the router had told what it serves."""
+        return self.readiness().state in ADMITTING and self._router.model is None
+
     def admit(self) -> ModelLimits:
         """Let a request in; returns what it is checked against.
 

@@ -39,6 +39,8 @@ from transport.telemetry import MetricSet
 FLUSH_SECONDS = 5
 """How long answers that are complete may take to reach their clients when the process stops."""
 BACKLOG = 2048
+INFORMED_SECONDS = 2.0
+"""How long a new frontend leaves connections in the listener's queue until it knows how things are."""
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ class Frontend:
         self._settings = settings
         self._stop = stop
         self._stop_asked = asyncio.Event()
+        self._informed = asyncio.Event()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         metric_set = MetricSet()
         metrics = FrontendMetrics(metric_set)
@@ -124,6 +127,8 @@ class Frontend:
 
     def _on_status(self, status: InstanceStatus) -> None:
         self._gate.set_state(status.state, status.reason)
+        if not self._gate.is_waiting_for_router:
+            self._informed.set()
 
     def _on_router_lost(self) -> None:
         if not self._stop.is_set():
@@ -132,6 +137,8 @@ class Frontend:
 
     def _on_router_message(self, received: Received) -> None:
         self._router.handle(received)
+        if isinstance(received.message, Serving):
+            self._informed.set()
         if self._is_rejoining and isinstance(received.message, Serving):
             self._is_rejoining = False
             self._link.set_state("ready")
@@ -145,8 +152,7 @@ class Frontend:
         """
         loop = asyncio.get_running_loop()
         loop.add_reader(self._stop.fd, self._stop_asked.set)
-        listener = socket.socket(fileno=self._settings.listen_fd)
-        server = loop.create_task(self._server.serve(sockets=[listener]))
+        server = loop.create_task(self._serve_http())
         ticker = loop.create_task(self._tick())
         try:
             await asyncio.to_thread(self._link.start)
@@ -158,11 +164,19 @@ class Frontend:
         finally:
             loop.remove_reader(self._stop.fd)
             self._server.should_exit = True
+            self._informed.set()
             await server
             ticker.cancel()
             await self._line.close()
             await asyncio.to_thread(self._link.close)
             self._context.destroy(linger=0)
+
+    async def _serve_http(self) -> None:
+        # One of several frontends that starts late must not answer 503 where the others serve.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._informed.wait(), INFORMED_SECONDS)
+        listener = socket.socket(fileno=self._settings.listen_fd)
+        await self._server.serve(sockets=[listener])
 
     async def _tick(self) -> None:
         while True:

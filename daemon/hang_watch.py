@@ -3,7 +3,8 @@
 A heartbeat is a snapshot, sent by a thread of its own every `--heartbeat-seconds`. None at all means
 that the process is stopped or starved: after a second it does not count as ready, after
 `--hang-seconds` it is hung. A process that sends heartbeats while its main loop makes no turn is hung
-after `--stall-seconds`; that is longer, for one step of a large model may take long.
+after `--stall-seconds`; that is longer, for one step of a large model may take long. A process that
+starts gets more time as well: importing and loading can keep its heartbeat from running.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from daemon.supervisor import Child
 
 SILENT_HEARTBEATS: Final = 1.8
 """Heartbeats missed until a process is silent: with the default of 0.5 s, below a second."""
+LOADING_SECONDS: Final = 30.0
+"""Silence after which a process that has not served yet is hung, unless `--hang-seconds` is longer."""
 ASLEEP_SECONDS: Final = 3.0
 """The daemon looks several times a second; a longer gap means that it was stopped itself, and
 that it cannot know what the others did meanwhile."""
@@ -42,8 +45,8 @@ class HangWatch:
         self._looked_at: float | None = None
 
     def look(self, children: Iterable[Child], now: float) -> list[Hung]:
-        """Update `Child.silent` of all that serve; returns those that have to go."""
-        children = [child for child in children if child.alive and child.state == "ready"]
+        """Update `Child.silent` of all that live; returns those that have to go."""
+        children = [child for child in children if child.alive]
         gap = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
         if gap > ASLEEP_SECONDS:
@@ -56,9 +59,17 @@ class HangWatch:
     def _judge(self, child: Child, now: float) -> Hung | None:
         silence = now - child.snapshot_at
         child.silent = silence > self._silent_seconds
-        if silence > self._hang_seconds:
+        if silence > self._longest_silence(child):
             return Hung(child, f"no heartbeat for {silence:.1f} s")
         stall = now - child.progress_at
-        if stall > self._stall_seconds:
+        if child.state == "ready" and stall > self._stall_seconds:
             return Hung(child, f"its main loop has not made a turn for {stall:.0f} s")
         return None
+
+    def _longest_silence(self, child: Child) -> float:
+        if child.has_served:
+            return self._hang_seconds
+        if child.state is None:
+            # Not heard of yet: it may still be reading libraries from a slow disk.
+            return max(self._stall_seconds, LOADING_SECONDS)
+        return max(self._hang_seconds, LOADING_SECONDS)

@@ -40,6 +40,8 @@ class Child:
     snapshot_at: float = 0.0
     progress_at: float = 0.0
     """When its progress counter was last seen to grow."""
+    has_served: bool = False
+    """Whether it has been ready since its start."""
     silent: bool = False
     """Whether its heartbeats have stopped (see `daemon/hang_watch.py`)."""
     restarts: int = 0
@@ -203,7 +205,7 @@ class Supervisor:
         child.restart_at = None
         child.process = ChildProcess(child.spec, group)
         child.snapshot_at = child.progress_at = time.monotonic()
-        child.silent = False
+        child.has_served = child.silent = False
         self._process_group = child.process.process_group
         log.info("%s starts, process %d", child.name, child.process.pid)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from daemon.hang_watch import HangWatch
+from daemon.hang_watch import LOADING_SECONDS, HangWatch
 
 HEARTBEAT, HANG, STALL = 0.5, 5.0, 30.0
 
@@ -18,6 +18,7 @@ def watch() -> HangWatch:
 def child(make_child):
     child = make_child(state="ready")
     child.snapshot_at = child.progress_at = 100.0
+    child.has_served = True
     return child
 
 
@@ -68,6 +69,19 @@ def test_a_daemon_that_was_stopped_itself_blames_nobody(watch, child):
     assert look(watch, child, 160.25, 170.0), "from then on silence counts again"
 
 
-def test_a_process_that_is_loading_may_be_silent(watch, child):
+def test_a_process_that_is_loading_may_be_silent_for_longer(watch, child):
+    child.state, child.has_served = "loading", False
+    assert look(watch, child, 100.0, 100.0 + LOADING_SECONDS) == []
+    assert look(watch, child, 100.0 + LOADING_SECONDS, 140.0), "but not for ever"
+
+
+def test_a_process_that_was_never_heard_of_is_hung_after_stall_seconds(watch, child):
+    child.state, child.has_served = None, False
+    assert look(watch, child, 100.0, 100.0 + max(STALL, LOADING_SECONDS)) == []
+    assert look(watch, child, 130.0, 140.0)
+
+
+def test_a_process_that_has_served_gets_no_more_time_while_it_joins_a_new_router(watch, child):
     child.state = "loading"
-    assert look(watch, child, 100.0, 200.0) == []
+    assert look(watch, child, 100.0, 100.0 + HANG) == []
+    assert look(watch, child, 100.0 + HANG, 107.0)

@@ -16,6 +16,7 @@ from daemon.config import InstanceConfig
 from daemon.control_server import ControlServer
 from daemon.instance import Instance
 from daemon.listen import open_listening_socket
+from daemon.memory_check import check_memory
 from daemon.preflight import (
     check_devices,
     check_keys_file,
@@ -56,6 +57,7 @@ def run_instance(config: InstanceConfig, signals: StopSignals) -> None:
                 model_dir = find_model(config.model, _tell_progress)
             if config.engine != "fake" and config.load_format != "dummy":
                 check_weights(model_dir)
+                check_memory(config, accelerator, model_dir)
             plan = make_plan(config, model_dir, run_path, os.getpid())
             log.info("serving %s from %s on %s", plan.model_name, model_dir, plan.accelerator)
             specs = child_specs(plan, listener.fileno())

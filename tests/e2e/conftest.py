@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -352,11 +352,13 @@ def fake_server(serve) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def cli():
-    """cli("status", "--json"): run a command to its end."""
+    """cli("status", "--json"): run a command to its end; `through` are words before it, such as env."""
 
-    def run(*arguments: object, timeout: float = 60.0, **variables: str):
+    def run(
+        *arguments: object, timeout: float = 60.0, through: Sequence[str] = (), **variables: str
+    ):
         return subprocess.run(
-            command_line(*arguments),
+            [*through, *command_line(*arguments)],
             cwd=ROOT, env=environment(variables), stdin=subprocess.DEVNULL, capture_output=True,
             text=True, timeout=timeout, check=False,
         )  # fmt: skip

@@ -114,4 +114,6 @@ class RouterLine:
         log.warning("lost the router; answering 503 until it is back")
         self._on_lost()
         self._client.model = None
-        self._client.fail_all(ApiError(503, LOST, retry_after=RETRY_AFTER_SECONDS))
+        self._client.fail_all(
+            ApiError(503, LOST, code="router_lost", retry_after=RETRY_AFTER_SECONDS)
+        )

@@ -137,7 +137,7 @@ class Worker:
         poller.register(self._dealer.socket, zmq.POLLIN)
         poller.register(stop.fd, zmq.POLLIN)
         self._dealer.send(hello)
-        idle_checked = False
+        is_checked = False
         while not stop.is_set():
             if router_lost.is_set():
                 router_lost.clear()
@@ -148,13 +148,14 @@ class Worker:
             worked = self._step()
             self._link.tick()
             if worked:
-                idle_checked = False
+                is_checked = False
                 continue
-            if not idle_checked:
+            self._telemetry.update(self._scheduler)
+            is_quiet = not poller.poll(round(idle_seconds * 1000))
+            if is_quiet and not is_checked:
+                # This walks the whole pool: not between two requests that follow each other.
                 self._scheduler.check_integrity()
-                self._telemetry.update(self._scheduler)
-                idle_checked = True
-            poller.poll(round(idle_seconds * 1000))
+                is_checked = True
 
     def _receive(self) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -70,8 +71,7 @@ class ChildProcess:
             self.pidfd = os.pidfd_open(self._popen.pid)
         except OSError as error:
             raise DeepInferError(
-                f"Process {spec.name} cannot be started ({error.strerror}): "
-                "raise the limits on processes and open files (ulimit -u, ulimit -n)."
+                f"Process {spec.name} cannot be started ({error.strerror}): {_advice(error)}."
             ) from error
         self.spec = spec
         self.pid = self._popen.pid
@@ -103,6 +103,12 @@ class ChildProcess:
             assert self._popen.stdin is not None
             with contextlib.suppress(BrokenPipeError):
                 self._popen.stdin.close()
+
+
+def _advice(error: OSError) -> str:
+    if error.errno in (errno.EACCES, errno.ENOENT):
+        return f"install {sys.executable} where this user may execute it"
+    return "raise the limits on processes and open files (ulimit -u, ulimit -n)"
 
 
 def describe_exit(code: int) -> str:

@@ -18,6 +18,8 @@ TOKENIZER_FILES: Final = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "tiktoken.model",
 )  # fmt: skip
 
+MODEL_SUFFIXES: Final = (".json", ".safetensors", ".bin", ".model", ".jinja")
+
 
 def find_model(model: str, progress: Callable[[str], None]) -> Path:
     """Directory of the model; fetches the default one if it is not there yet.
@@ -60,6 +62,12 @@ def _check_files(path: Path, names: set[str]) -> None:
         )
     if not names.intersection(TOKENIZER_FILES):
         raise ConfigurationError(f"The model directory {path} has no tokenizer (tokenizer.json).")
+    for name in sorted(names):
+        if name.endswith(MODEL_SUFFIXES) and not os.access(path / name, os.R_OK):
+            raise ConfigurationError(
+                f"The model's file {path / name} cannot be read: let this user read it, "
+                "or complete the checkpoint."
+            )
 
 
 def check_weights(path: Path) -> None:

@@ -72,6 +72,15 @@ def test_a_hub_cache_directory_gets_a_hint(tmp_path):
         find(tmp_path)
 
 
+def test_a_file_that_leads_nowhere_is_named(checkpoint):
+    """As in a hub cache whose blobs were removed."""
+    shard = checkpoint / "model-2.safetensors"
+    shard.symlink_to(checkpoint / "gone")
+    with pytest.raises(ConfigurationError, match="cannot be read") as caught:
+        find(checkpoint)
+    assert str(shard) in str(caught.value)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_an_unreadable_directory_is_named(checkpoint):
     checkpoint.chmod(0)

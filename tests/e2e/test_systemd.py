@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,7 @@ SYSTEMD = Path("/usr/lib/systemd/systemd")
 BIN = Path(sys.executable).parent
 BOOT_SECONDS = 30.0
 READY_SECONDS = 120.0
+LONG = json.dumps({"prompt": "hello", "max_tokens": 1500, "ignore_eos": True, "temperature": 0})
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -94,12 +96,14 @@ class Machine:
         )
         self.write(f"/etc/deepinfer/{name}.env", "DEEPINFER_ACCELERATOR=cpu\n")
 
-    def http_status(self, port: int, path: str) -> int:
+    def http_status(self, port: int, path: str, body: str = "") -> int:
         code = (
-            "import http.client, sys\nc = http.client.HTTPConnection('127.0.0.1', int(sys.argv[1]),"
-            " timeout=30)\nc.request('GET', sys.argv[2])\nprint(c.getresponse().status)"
+            "import http.client, sys\n_, port, path, body = sys.argv\n"
+            "c = http.client.HTTPConnection('127.0.0.1', int(port), timeout=60)\n"
+            "c.request('POST' if body else 'GET', path, body or None)\n"
+            "r = c.getresponse()\nr.read()\nprint(r.status)"
         )
-        return int(self.output(sys.executable, "-c", code, port, path))
+        return int(self.output(sys.executable, "-c", code, port, path, body))
 
     def shut_down(self) -> None:
         init = self._init()
@@ -245,6 +249,27 @@ def test_a_daemon_that_hangs_is_ended_by_the_watchdog(machine, eventually):
     )
     assert machine.http_status(18004, "/ready") == 200
     machine.output("systemctl", "stop", "deepinfer@hung")
+
+
+def test_a_stop_waits_for_the_answers_under_way(machine, eventually):
+    machine.make_instance("slow", 18006, fake_step_ms=5)
+    # Far less than the answer takes: the daemon has to ask for more.
+    machine.write("/run/systemd/system/deepinfer@slow.service.d/short.conf",
+                  "[Service]\nTimeoutStopSec=1\n")  # fmt: skip
+    machine.output("systemctl", "daemon-reload")
+    machine.output("systemctl", "start", "deepinfer@slow")
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(machine.http_status, 18006, "/v1/completions", LONG)
+        eventually(
+            lambda: json.loads(machine.deepinfer("status", "--instance", "slow", "--json"))[
+                "requests"
+            ]["running"],
+            30,
+            "the request runs",
+        )
+        machine.output("systemctl", "stop", "deepinfer@slow")
+        assert reply.result(60) == 200
+    assert machine.show("deepinfer@slow", "Result") == "success"
 
 
 def test_uninstall_takes_back_what_install_wrote(machine):

@@ -71,6 +71,8 @@ def test_greedy_answers_equal_generate(serve, prompts, wanted, options):
             for special in ("<|endoftext|>", "<|im_start|>", "<|im_end|>"):
                 plain = plain.replace(special, "")
             assert text == plain
+        memory = {row["name"]: row["gpu_memory_bytes"] for row in server.ask("processes")}
+        assert [name for name, taken in memory.items() if taken] == ["worker/0"]
         if "kv_cache_gb" in options:
             assert server.metric("num_preemptions_total") > 0
 

@@ -33,7 +33,6 @@ from benchmarks.servers import free_port, start_daemon, wait_for
 from benchmarks.tiny_model import make_tiny_model
 
 CLIENTS: Final = 16
-KINDS: Final = 40
 OPTIONS: Final[dict[str, object]] = {
     "dp": 2, "frontends": 2, "tokenizers": 2, "hang_seconds": 2, "heartbeat_seconds": 0.25,
     "dtype": "float32", "accelerator": "cpu", "kv_cache_gb": 0.01,
@@ -69,7 +68,13 @@ def end_daemon(daemon: subprocess.Popen[bytes]) -> dict[str, int]:
 
 
 def run(
-    folder: Path, model: Path | str, seed: int, minutes: float, every: float, console: Console
+    folder: Path,
+    model: Path | str,
+    seed: int,
+    kinds: int,
+    minutes: float,
+    every: float,
+    console: Console,
 ) -> Figures:
     """One chaos run, from the start of the instance to its end."""
     shared_before = set(SHARED_MEMORY.iterdir())
@@ -83,9 +88,11 @@ def run(
             wait_for(f"http://127.0.0.1:{port}/ready", daemon, folder / "log")
         chaos = Chaos(port, folder / "run", every, random.Random(seed))
         with console.status("asking undisturbed"):
-            known = asyncio.run(undisturbed(port, make_requests(seed, KINDS), random.Random(seed)))
+            known = asyncio.run(undisturbed(port, make_requests(seed, kinds), random.Random(seed)))
             changing = asyncio.run(unsteady(port, known, rounds=4))
-        console.print(f"undisturbed: {KINDS} kinds, {len(changing)} differing answers in company")
+        console.print(
+            f"undisturbed: {kinds} kinds of requests, {len(changing)} differing answers in company"
+        )
         steady = [entry for entry in known if entry not in changing]
         with console.status(f"chaos for {minutes:g} minutes"):
             tally = asyncio.run(disturb(chaos, steady, minutes * 60, seed))
@@ -98,8 +105,8 @@ def run(
             os.killpg(daemon.pid, signal.SIGKILL)
         daemon.wait(60)
     return make_figures(
-        seed=seed, minutes=minutes, model=Path(model).name, kinds=KINDS,
-        unsteady=KINDS - len(steady), tally=tally, losses=chaos.losses, leaks=leaks,
+        seed=seed, minutes=minutes, model=Path(model).name, kinds=kinds,
+        unsteady=kinds - len(steady), tally=tally, losses=chaos.losses, leaks=leaks,
     )  # fmt: skip
 
 
@@ -108,6 +115,7 @@ def main(
     minutes: float = 10.0,
     every: float = 4.0,
     seed: int = 1,
+    kinds: int = 40,
     model: str | None = None,
     json: Path | None = None,
     log_file: Path | None = None,
@@ -122,6 +130,8 @@ def main(
         Mean seconds between two losses.
     seed
         Of requests, clients and losses.
+    kinds
+        How many different requests.
     model
         What `deepinfer serve --model` takes; default: a tiny random model made for the run.
     json
@@ -137,7 +147,7 @@ def main(
         if isinstance(chosen, Path):
             chosen.mkdir()
             make_tiny_model(chosen)
-        figures = run(folder, chosen, seed, minutes, every, console)
+        figures = run(folder, chosen, seed, kinds, minutes, every, console)
     finally:
         if log_file is not None and (folder / "log").exists():
             shutil.copy(folder / "log", log_file)

@@ -20,6 +20,8 @@ SILENT_HEARTBEATS: Final = 1.8
 """Heartbeats missed until a process is silent: with the default of 0.5 s, below a second."""
 LOADING_SECONDS: Final = 30.0
 """Silence after which a process that has not served yet is hung, unless `--hang-seconds` is longer."""
+UNHEARD_SECONDS: Final = 60.0
+"""The same before it has said hello: it may be reading libraries from a slow disk."""
 ASLEEP_SECONDS: Final = 3.0
 """The daemon looks several times a second; a longer gap means that it was stopped itself, and
 that it cannot know what the others did meanwhile."""
@@ -70,6 +72,5 @@ class HangWatch:
         if child.has_served:
             return self._hang_seconds
         if child.state is None:
-            # Not heard of yet: it may still be reading libraries from a slow disk.
-            return max(self._stall_seconds, LOADING_SECONDS)
+            return max(self._hang_seconds, UNHEARD_SECONDS)
         return max(self._hang_seconds, LOADING_SECONDS)

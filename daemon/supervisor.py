@@ -44,6 +44,8 @@ class Child:
     """Whether it has been ready since its start."""
     silent: bool = False
     """Whether its heartbeats have stopped (see `daemon/hang_watch.py`)."""
+    is_killed: bool = False
+    """Whether it hung and has been sent SIGKILL."""
     restarts: int = 0
     restart_at: float | None = None
     """When it will be started again."""
@@ -186,7 +188,8 @@ class Supervisor:
 
     def kill_hung(self, child: Child, reason: str) -> None:
         """End a process that hangs; its death is then handled like any other."""
-        if child.process is not None:
+        if child.process is not None and not child.is_killed:
+            child.is_killed = True
             log.error("%s hangs (%s): it is killed", child.name, reason)
             child.process.signal(signal.SIGKILL)
 
@@ -205,7 +208,7 @@ class Supervisor:
         child.restart_at = None
         child.process = ChildProcess(child.spec, group)
         child.snapshot_at = child.progress_at = time.monotonic()
-        child.has_served = child.silent = False
+        child.has_served = child.silent = child.is_killed = False
         self._process_group = child.process.process_group
         log.info("%s starts, process %d", child.name, child.process.pid)
 

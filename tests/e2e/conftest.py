@@ -20,11 +20,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from prometheus_client.parser import text_string_to_metric_families
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.tiny_model import make_tiny_model
 from daemon.errors import DeepInferError
 from daemon.inspection_client import InspectionClient
 
@@ -32,12 +30,6 @@ ROOT = Path(__file__).parents[2]
 READY_SECONDS = 90.0
 STOP_SECONDS = 30.0
 HTTP_SECONDS = 60.0
-
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def eventually(check: Callable[[], object], seconds: float, what: str) -> object:
@@ -285,21 +277,6 @@ def run_server(model: Path, **options: object) -> Iterator[Server]:
         shutil.rmtree(folder)
 
 
-def make_tokenizer(folder: Path) -> int:
-    """A byte-level BPE with ChatML; returns the size of its vocabulary."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "hello"), ("t", "he")]
-    words = SPECIALS + alphabet + [left + right for left, right in merges]
-    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in SPECIALS])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"chat_template": CHATML, "eos_token": "<|im_end|>", "model_max_length": 2048}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return len(words)
-
-
 # ---- fixtures -----------------------------------------------------------------------------------
 
 
@@ -308,14 +285,7 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama whose page of 128 tokens has 64 KiB, with a tokenizer of its own."""
     folder = tmp_path_factory.mktemp("tiny") / "tiny-llama"
     folder.mkdir()
-    vocab = make_tokenizer(folder)
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=vocab, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048,
-        initializer_range=0.2, bos_token_id=0, eos_token_id=2, tie_word_embeddings=True,
-    )  # fmt: skip
-    LlamaForCausalLM(config).float().save_pretrained(folder)
+    make_tiny_model(folder)
     return folder
 
 

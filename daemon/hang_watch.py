@@ -47,7 +47,7 @@ class HangWatch:
         self._looked_at: float | None = None
 
     def look(self, children: Iterable[Child], now: float) -> list[Hung]:
-        """Update `Child.silent` of all that live; returns those that have to go."""
+        """Update `Child.silent` of all that have served; returns those that have to go."""
         children = [child for child in children if child.alive]
         gap = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
@@ -60,7 +60,7 @@ class HangWatch:
 
     def _judge(self, child: Child, now: float) -> Hung | None:
         silence = now - child.snapshot_at
-        child.silent = silence > self._silent_seconds
+        child.silent = child.has_served and silence > self._silent_seconds
         if silence > self._longest_silence(child):
             return Hung(child, f"no heartbeat for {silence:.1f} s")
         stall = now - child.progress_at

@@ -13,10 +13,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_a_quarter_of_a_minute_of_chaos_leaves_every_answer_right_and_nothing_behind(tmp_path):
+def test_some_seconds_of_chaos_leaves_every_answer_right_and_nothing_behind(tmp_path):
     report = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.chaos", "--minutes", "0.25", "--every", "2.5",
-               "--kinds", "10", "--seed", "5", "--json", str(report)]  # fmt: skip
+    command = [sys.executable, "-m", "benchmarks.chaos", "--minutes", "0.2", "--every", "2",
+               "--kinds", "6", "--seed", "5", "--json", str(report)]  # fmt: skip
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
     )

@@ -116,6 +116,12 @@ class Router:
             case Submit() | Encode() | Encoded() | TokenBatch() if not frames:
                 log.error("dropped a message of %s that lacks its payload", peer)
                 return []
+            case _:
+                return self._dispatch(received, now)
+
+    def _dispatch(self, received: Received, now: float) -> list[Outgoing]:
+        peer, frames = received.peer, received.frames
+        match received.message:
             case TokenBatch() as batch:
                 return self._core.tokens(peer, batch, received, now)
             case Submit() as submit:

@@ -80,7 +80,7 @@ def test_every_message_is_in_the_union():
 
 
 @pytest.mark.parametrize(
-    "page", sorted(DOC.glob("*.md")) + [ROOT / "README.md"], ids=lambda p: p.name
+    "page", [*sorted(DOC.glob("*.md")), ROOT / "README.md"], ids=lambda p: p.name
 )
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):

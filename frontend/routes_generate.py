@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from starlette.types import Receive, Scope, Send
@@ -48,7 +49,7 @@ async def read_object(
     return parse_json_object(body), services.gate.admit()
 
 
-class _GenerateEndpoint:
+class _GenerateEndpoint(ABC):
     def __init__(
         self,
         services: Services,
@@ -59,8 +60,8 @@ class _GenerateEndpoint:
         self._id_prefix = id_prefix
         self._read = read
 
-    def _format(self, head: ReplyHead, request: GenerationRequest) -> ReplyFormat:
-        raise NotImplementedError
+    @abstractmethod
+    def _format(self, head: ReplyHead, request: GenerationRequest) -> ReplyFormat: ...
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""

@@ -51,8 +51,12 @@ class CacheLayout:
     page_tensors: tuple[TensorSlice, ...]
     state_bytes: int = 0
     state_tensors: tuple[TensorSlice, ...] = ()
+    stored_state_bytes: int = 0
+    """Size of the part of a state that a prefix cache keeps, in the form that it keeps; 0: none."""
     replay_tokens: int = 1
     """Trailing prompt tokens that must be recomputed after a prefix hit."""
+    keep_tokens: int = 0
+    """Bounded replay: the last prompt tokens that the decoder layers run on; 0: on all."""
     fingerprint: str = ""
     """Hash over model configuration, weights identity, dtypes and this layout."""
 
@@ -94,7 +98,11 @@ class PromptChunk:
     prompt_len: int
     """Tokens of the sequence that came from the client."""
     history: TokenArray | None = None
-    """With `begin`: all tokens known now, prompt then generated (for penalties and `min_tokens`)."""
+    """With `begin`: all tokens known now, prompt then generated (for penalties, `min_tokens` and
+    look-back before `start`, which is not 0 after a prefix hit)."""
+    replay_from: int = 0
+    """Bounded replay: first position that the decoder layers run on. It follows from the client's
+    prompt alone, so that a sequence that is computed again, here or elsewhere, gets the same numbers."""
 
 
 class DecodeRow(NamedTuple):

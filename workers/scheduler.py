@@ -92,6 +92,7 @@ class Scheduler:
         self, engine: EngineInfo, max_batched_tokens: int, prefill_any_interval: int
     ) -> None:
         self._page_tokens = engine.layout.page_tokens
+        self._keep_tokens = engine.layout.keep_tokens
         self._eos = frozenset(engine.eos_token_ids)
         self._max_batched_tokens = max_batched_tokens
         self._interval = prefill_any_interval
@@ -239,6 +240,7 @@ class Scheduler:
             seed=sequence.seed,
             prompt_len=sequence.prompt_len,
             history=sequence.token_slice(0, total) if start == 0 else None,
+            replay_from=max(0, sequence.prompt_len - self._keep_tokens) if self._keep_tokens else 0,
         )
         batch.chunks.append(chunk)
         batch.budget -= stop - start

@@ -18,7 +18,9 @@ READERS = 8
 CHOICES = 4
 READER_TOKENS = 1400
 HIGH_WATER_KIB = 16
-MIB = 1 << 20
+RUSHES = 12
+SLACK = 128 << 10
+"""Bytes; 200 requests that leak a kilobyte each need more."""
 CLIENT_SECONDS = 60.0
 
 
@@ -64,22 +66,30 @@ def test_two_hundred_at_once_are_answered_or_told_to_come_again(serve, eventuall
     with serve(**options) as server:
         server.ready()
         pids = server.pids()
-        memory = {}
-        for turn in range(4):
+        memory: dict[str, list[int]] = {"frontend/0": [], "router": []}
+        for _ in range(RUSHES):
             seen = check_rush(asyncio.run(rush(server.address)))
             assert seen[200] >= 8, seen  # as many as may wait are never turned away
             assert seen[429] > 0, "there was never an overload"
             eventually(lambda: not server.ask("requests"), 10, "none is left")
-            if turn in (0, 3):
-                memory[turn] = resident(server, "frontend/0"), resident(server, "router")
-        growth = [after - before for before, after in zip(memory[0], memory[3], strict=True)]
-        assert max(growth) < 8 * MIB, growth
+            for name, sizes in memory.items():
+                sizes.append(resident(server, name))
+            if all(is_level(sizes) for sizes in memory.values()):
+                break
+        else:
+            pytest.fail(f"memory grew with every rush: {memory}")
         assert server.metric("admission_rejections_total") > 0
         assert server.pids() == pids
         for queue in server.ask("queues"):
             if queue["capacity"]:
                 assert queue["high_water"] <= queue["capacity"], queue
         assert "Traceback" not in server.log
+
+
+def is_level(sizes: list[int]) -> bool:
+    """Whether the last rush fitted into memory that an earlier one had taken. An allocator takes
+    some at first, and keeps it; what is leaked per request needs more each time."""
+    return len(sizes) > 1 and sizes[-1] <= max(sizes[:-1]) + SLACK
 
 
 def resident(server, name: str) -> int:

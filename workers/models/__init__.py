@@ -1,0 +1,1 @@
+"""Model implementations of our own, one package a model."""

@@ -1,0 +1,1 @@
+"""DeepSeek-V4.1: configuration, checkpoint, forward pass and engine."""

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
+import msgspec
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
 from daemon.router.settings import Routing
-from workers.settings import Accelerator, DType, EngineKind, LoadFormat
+from workers.settings import Accelerator, DType, EngineKind, KVDType, LoadFormat
 
 DEFAULT_MODEL: Final = "SmolLM2-135M-Instruct"
 INSTANCE_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -42,6 +43,26 @@ def check_instance_name(_type: object, value: str) -> None:
             "An instance name starts with a letter or digit, goes on with letters, digits, "
             "'_', '.' or '-', and has at most 64 characters."
         )
+
+
+def read_overrides(text: str) -> dict[str, object]:
+    """`--hf-overrides` as an object; empty text is an empty one.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
+    if not text:
+        return {}
+    try:
+        return msgspec.json.decode(text, type=dict[str, object])
+    except msgspec.MsgspecError as error:
+        raise ValueError(
+            f"--hf-overrides takes a JSON object such as '{{\"num_hidden_layers\": 2}}': {error}."
+        ) from error
+
+
+def _check_overrides(_type: object, value: str) -> None:
+    read_overrides(value)
 
 
 _POSITIVE: Final = Number(gte=1)
@@ -94,6 +115,15 @@ class InstanceConfig:
         LoadFormat,
         Parameter(group=_MODEL, help="dummy: random weights of the real shape, for benchmarks."),
     ] = "auto"
+    hf_overrides: Annotated[
+        str,
+        Parameter(
+            group=_MODEL,
+            validator=_check_overrides,
+            help="JSON object with entries of config.json to replace (nested ones are merged), "
+            "with --load-format dummy for experiments with shapes.",
+        ),
+    ] = ""
     max_model_len: Annotated[
         int | None,
         Parameter(
@@ -158,6 +188,30 @@ class InstanceConfig:
             help="Size of a worker's page pool, in GB. Default: planned from the free memory.",
         ),
     ] = None
+    kv_dtype: Annotated[
+        KVDType,
+        Parameter(
+            group=_ENGINE,
+            help="Type of the KV cache. compact (DeepSeek-V4.1): FP4 main KV and index keys, FP8 "
+            "windows. auto: compact where the checkpoint is quantised so, else as --dtype.",
+        ),
+    ] = "auto"
+    yoco_keep_tokens: Annotated[
+        int,
+        Parameter(
+            group=_ENGINE,
+            validator=Number(gte=0),
+            help="DeepSeek-V4.1: the last tokens of a prompt that the decoder layers run on "
+            "(bounded replay). 0: all of them, and no prefix cache.",
+        ),
+    ] = 140
+    deterministic: Annotated[
+        bool,
+        Parameter(
+            group=_ENGINE,
+            help="Make the output of a request independent, bit by bit, of what else runs; slower.",
+        ),
+    ] = False
     gpu_memory_utilization: Annotated[
         float,
         Parameter(

@@ -11,7 +11,7 @@ import msgspec
 
 from daemon.accelerator import detect_accelerator, nvidia_devices, usable_cores
 from daemon.child_process import ChildSpec
-from daemon.config import InstanceConfig
+from daemon.config import InstanceConfig, read_overrides
 from daemon.router.settings import RouterSettings
 from frontend.settings import FrontendSettings, TokenizerSettings
 from transport.child import ProcessSettings
@@ -143,6 +143,10 @@ def _worker(plan: InstancePlan, rank: int) -> ChildSpec:
         max_batched_tokens=config.max_batched_tokens or (8192 if on_gpu else 512),
         prefill_any_interval=config.prefill_any_interval,
         num_threads=threads,
+        kv_dtype=config.kv_dtype,
+        keep_tokens=config.yoco_keep_tokens,
+        deterministic=config.deterministic,
+        hf_overrides=read_overrides(config.hf_overrides),
         fake_step_seconds=config.fake_step_ms / 1000,
     )
     environment = {"OMP_NUM_THREADS": str(threads)}

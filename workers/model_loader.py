@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
 from workers.engine import ModelLoadError
 from workers.paged_attention import ATTENTION_NAME, register
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     from workers.device import DTypeName
 
@@ -38,8 +40,13 @@ class LoadedConfig:
     checkpoint_dtype: torch.dtype | None
 
 
-def load_config(model_dir: Path) -> LoadedConfig:
+def load_config(
+    model_dir: Path, overrides: Mapping[str, object] = MappingProxyType({})
+) -> LoadedConfig:
     """Read `config.json` and `generation_config.json`.
+
+    Args:
+        overrides: entries to replace; objects are merged into the nested configurations.
 
     Raises:
         ModelLoadError: there is none, it is unknown, or it describes a model that needs something
@@ -51,6 +58,7 @@ def load_config(model_dir: Path) -> LoadedConfig:
         )
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        _override(config, overrides, "")
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ModelLoadError(
             f"The configuration in {model_dir} cannot be read: {first_line(error)}"
@@ -65,6 +73,22 @@ def load_config(model_dir: Path) -> LoadedConfig:
         max_position=getattr(text, "max_position_embeddings", None),
         checkpoint_dtype=getattr(torch, dtype, None) if isinstance(dtype, str) else dtype,
     )
+
+
+def _override(config: PreTrainedConfig, overrides: Mapping[str, object], path: str) -> None:
+    for name, value in overrides.items():
+        known = getattr(config, name, None)
+        if not hasattr(config, name):
+            raise ModelLoadError(
+                f"--hf-overrides names {path + name!r}, which the configuration of "
+                f"{config.model_type} does not have."
+            )
+        if isinstance(known, PreTrainedConfig) and isinstance(value, Mapping):
+            _override(known, value, f"{path}{name}.")
+        elif isinstance(known, Mapping) and isinstance(value, Mapping):
+            setattr(config, name, {**known, **value})
+        else:
+            setattr(config, name, value)
 
 
 def _check_supported(config: PreTrainedConfig, text: PreTrainedConfig, model_dir: Path) -> None:

@@ -135,6 +135,17 @@ class PagePool:
         self.values = views[1::2]
         """By layer: [num_pages, page_tokens, Hk, Dv]."""
 
+    def store(
+        self, layer: int, pages: Tensor, offsets: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write KV [T,Hk,D] at (pages, offsets) and return it as the pool gives it back, rounded to
+        the pool's dtype, so that a token sees the same KV in this step and in later ones."""
+        keys, values = self.keys[layer], self.values[layer]
+        stored_key, stored_value = key.to(keys.dtype), value.to(values.dtype)
+        keys[pages, offsets] = stored_key
+        values[pages, offsets] = stored_value
+        return stored_key.to(key.dtype), stored_value.to(value.dtype)
+
     def _view(self, index: int) -> Tensor:
         part = self.layout.page_tensors[index]
         dtype: torch.dtype = getattr(torch, part.dtype)
@@ -200,8 +211,7 @@ class SegmentedStep:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
         """See `AttentionStep`."""
-        self.pool.keys[layer][self.write_pages, self.write_offsets] = key
-        self.pool.values[layer][self.write_pages, self.write_offsets] = value
+        key, value = self.pool.store(layer, self.write_pages, self.write_offsets, key, value)
         outputs = [
             self._attend_segment(layer, segment, query, key, value, options)
             for segment in self.segments
@@ -223,7 +233,7 @@ class SegmentedStep:
         if segment.start == 0 and inside:
             own = (query[None, rows], key[None, rows], value[None, rows])
             return attend(*own, None, causal=True, options=options)[0]
-        keys, values = self._gather(layer, segment, window)
+        keys, values = self._gather(layer, segment, window, query.dtype)
         if segment.tokens == 1:
             if window is not None:
                 keys, values = keys[-window:], values[-window:]
@@ -234,14 +244,17 @@ class SegmentedStep:
             query[None, rows], keys[None], values[None], allowed, causal=False, options=options
         )[0]
 
-    def _gather(self, layer: int, segment: Segment, window: int | None) -> tuple[Tensor, Tensor]:
-        """Keys and values from `first_key` to the segment's end: [L,Hk,D], [L,Hk,Dv]."""
+    def _gather(
+        self, layer: int, segment: Segment, window: int | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values as `dtype` from `first_key` to the segment's end: [L,Hk,D], [L,Hk,Dv]."""
         first = segment.first_key(window)
         end = segment.start + segment.tokens
         pages = segment.block_table[first // PAGE_TOKENS : -(-end // PAGE_TOKENS)]
         keys = self.pool.keys[layer].index_select(0, pages).flatten(0, 1)
         values = self.pool.values[layer].index_select(0, pages).flatten(0, 1)
-        return keys[: end - first], values[: end - first]
+        count = end - first
+        return keys[:count].to(dtype), values[:count].to(dtype)
 
 
 @dataclass
@@ -264,15 +277,14 @@ class DecodeStep:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
         """See `AttentionStep`."""
-        self.pool.keys[layer][self.write_pages, self.write_offsets] = key
-        self.pool.values[layer][self.write_pages, self.write_offsets] = value
+        self.pool.store(layer, self.write_pages, self.write_offsets, key, value)
         pages, allowed = self._gather_plan(options.window)
         group = max(1, self.gather_tokens // allowed.shape[1])
         outputs = []
         for at in range(0, query.shape[0], group):
             rows = slice(at, at + group)
-            keys = self.pool.keys[layer][pages[rows]].flatten(1, 2)
-            values = self.pool.values[layer][pages[rows]].flatten(1, 2)
+            keys = self.pool.keys[layer][pages[rows]].flatten(1, 2).to(query.dtype)
+            values = self.pool.values[layer][pages[rows]].flatten(1, 2).to(query.dtype)
             outputs.append(
                 attend(
                     query[rows, None],

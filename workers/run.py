@@ -8,7 +8,9 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
+import msgspec
 import zmq
 
 from transport.child import EXIT_FATAL, StopFlag, enter_process
@@ -17,6 +19,7 @@ from transport.messages import PROTOCOL_VERSION, Hello
 from transport.sockets import DealerSocket, Endpoints
 from transport.telemetry import MetricSet
 from workers.engine import Engine, EngineError, ModelLoadError
+from workers.engine_settings import EngineSettings
 from workers.fake_engine import FakeEngine, FakeEngineSettings
 from workers.scheduler import Scheduler
 from workers.settings import WorkerSettings
@@ -24,6 +27,7 @@ from workers.worker import RouterRefusedError, Worker, WorkerTelemetry
 
 FAKE_VOCAB = 49_152
 FAKE_MODEL_LEN = 8192
+DEEPSEEK_V41_TYPES = frozenset({"deepseek_v41", "deepseek_v41_text"})
 
 log = logging.getLogger(__name__)
 
@@ -108,24 +112,40 @@ def create_engine(settings: WorkerSettings, link: DaemonLink) -> Engine:
             )
         )
     # Imported here: the fake engine, and so every protocol test, starts without torch.
-    from workers.torch_engine import TorchEngineSettings, create_torch_engine  # noqa: PLC0415
-
-    return create_torch_engine(
-        TorchEngineSettings(
-            model_dir=settings.model_dir,
-            accelerator=settings.accelerator,
-            device_index=settings.device_index,
-            dtype=settings.dtype,
-            load_format=settings.load_format,
-            max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
-            kv_cache_gb=settings.kv_cache_gb,
-            gpu_memory_utilization=settings.gpu_memory_utilization,
-            max_batched_tokens=settings.max_batched_tokens,
-            num_threads=settings.num_threads,
-            report=lambda detail: link.set_state("loading", detail),
-        )
+    wanted = EngineSettings(
+        model_dir=settings.model_dir,
+        accelerator=settings.accelerator,
+        device_index=settings.device_index,
+        dtype=settings.dtype,
+        load_format=settings.load_format,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        kv_cache_gb=settings.kv_cache_gb,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        max_batched_tokens=settings.max_batched_tokens,
+        num_threads=settings.num_threads,
+        report=lambda detail: link.set_state("loading", detail),
+        kv_dtype=settings.kv_dtype,
+        keep_tokens=settings.keep_tokens,
+        deterministic=settings.deterministic,
+        hf_overrides=settings.hf_overrides,
     )
+    if model_type(settings.model_dir) in DEEPSEEK_V41_TYPES:
+        from workers.models.deepseek_v41.engine import create_deepseek_v41_engine  # noqa: PLC0415
+
+        return create_deepseek_v41_engine(wanted)
+    from workers.torch_engine import create_torch_engine  # noqa: PLC0415
+
+    return create_torch_engine(wanted)
+
+
+def model_type(model_dir: str) -> str:
+    """What `config.json` calls the architecture; "" where it does not say."""
+    try:
+        config = msgspec.json.decode((Path(model_dir) / "config.json").read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return ""
+    return str(config.get("model_type", "")) if isinstance(config, dict) else ""
 
 
 def _device_bytes(settings: WorkerSettings) -> Callable[[], int] | None:

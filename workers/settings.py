@@ -10,6 +10,7 @@ from transport.child import ProcessSettings
 
 Accelerator = Literal["cpu", "nvidia"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+KVDType = Literal["auto", "float32", "bf16", "compact"]
 LoadFormat = Literal["auto", "dummy"]
 EngineKind = Literal["auto", "fake"]
 
@@ -35,5 +36,11 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     prefill_any_interval: int
     """Decode steps between two prompt steps while something decodes."""
     num_threads: int
+    kv_dtype: KVDType
+    keep_tokens: int
+    """Bounded replay: last prompt tokens that a decoder half runs on; 0: all of them."""
+    deterministic: bool
+    hf_overrides: dict[str, object]
+    """Entries of the model's `config.json` to replace."""
     fake_step_seconds: float = 0.0
     """Fake engine only: how long a step takes."""

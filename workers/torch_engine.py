@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from transport.messages import SamplingParams
 from workers.cache_layout import build_cache_layout, layer_shapes, weights_identity
 from workers.device import (
-    Accelerator,
     DTypeName,
     available_host_memory,
     default_dtype,
@@ -37,8 +35,9 @@ from workers.engine import (
     StepPlan,
     StepResult,
 )
+from workers.engine_settings import EngineSettings
 from workers.memory_plan import PoolPlan, host_pool_bytes, pages_for, plan_pool
-from workers.model_loader import LoadedConfig, LoadFormat, load_config, load_model
+from workers.model_loader import LoadedConfig, load_config, load_model
 from workers.model_probe import model_logits, pin_rope, probe_model
 from workers.paged_attention import PagePool
 from workers.sampler import SampledTokens, Sampler
@@ -48,29 +47,6 @@ _log = logging.getLogger(__name__)
 
 _DEFAULT_CONTEXT: Final = 4096
 """Context length of a model whose configuration names none."""
-
-
-@dataclass(frozen=True)
-class TorchEngineSettings:
-    """What to load, where, and how much memory to use."""
-
-    model_dir: str
-    accelerator: Accelerator
-    device_index: int
-    dtype: Literal["auto"] | DTypeName
-    load_format: LoadFormat
-    max_model_len: int | None
-    """None: what the model's configuration says."""
-    max_num_seqs: int
-    kv_cache_gb: float | None
-    """Size of the page pool in 10^9 bytes; None: planned from the free memory."""
-    gpu_memory_utilization: float
-    """Share of the GPU memory left after loading that the engine may use."""
-    max_batched_tokens: int
-    """Largest number of tokens in a prompt step."""
-    num_threads: int
-    report: Callable[[str], None]
-    """Called with one line of text at each stage of loading."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +177,7 @@ def _to_host(sampled: SampledTokens) -> SampledTokens:
     )
 
 
-def create_torch_engine(settings: TorchEngineSettings) -> TorchEngine:
+def create_torch_engine(settings: EngineSettings) -> TorchEngine:
     """Load a model and plan its memory.
 
     Raises:
@@ -210,7 +186,7 @@ def create_torch_engine(settings: TorchEngineSettings) -> TorchEngine:
     offline_environment()
     model_dir = Path(settings.model_dir)
     device = open_device(settings.accelerator, settings.device_index, settings.num_threads)
-    loaded = load_config(model_dir)
+    loaded = load_config(model_dir, settings.hf_overrides)
     dtype = settings.dtype
     if dtype == "auto":
         dtype = default_dtype(device, loaded.checkpoint_dtype)
@@ -223,7 +199,9 @@ def create_torch_engine(settings: TorchEngineSettings) -> TorchEngine:
         rope = f":{max_model_len}" if pin_rope(model, max_model_len, device) else ""
     identity = "dummy" if settings.load_format == "dummy" else weights_identity(model_dir)
     info = EngineInfo(
-        layout=build_cache_layout(shapes, dtype, loaded.config, identity + rope),
+        layout=build_cache_layout(
+            shapes, _kv_dtype(settings, dtype), loaded.config, identity + rope
+        ),
         num_pages=0,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=max_model_len,
@@ -241,7 +219,21 @@ def create_torch_engine(settings: TorchEngineSettings) -> TorchEngine:
     return TorchEngine(model, _allocate_pool(info, device), info, device)
 
 
-def _context_length(settings: TorchEngineSettings, loaded: LoadedConfig) -> int:
+def _kv_dtype(settings: EngineSettings, dtype: DTypeName) -> DTypeName:
+    match settings.kv_dtype:
+        case "compact":
+            raise ModelLoadError(
+                "--kv-dtype compact exists for DeepSeek-V4.1 only; use auto, float32 or bf16."
+            )
+        case "bf16":
+            return "bfloat16"
+        case "float32":
+            return "float32"
+        case "auto":
+            return dtype
+
+
+def _context_length(settings: EngineSettings, loaded: LoadedConfig) -> int:
     limit = loaded.max_position
     if settings.max_model_len is None:
         return limit or _DEFAULT_CONTEXT
@@ -268,7 +260,7 @@ def _allocate_pool(info: EngineInfo, device: torch.device) -> PagePool:
 
 
 def _plan_memory(
-    settings: TorchEngineSettings, model: nn.Module, info: EngineInfo, device: torch.device
+    settings: EngineSettings, model: nn.Module, info: EngineInfo, device: torch.device
 ) -> PoolPlan:
     layout = info.layout
     if settings.kv_cache_gb is not None:
@@ -291,7 +283,7 @@ def _plan_memory(
 
 
 def _measure_peak(
-    settings: TorchEngineSettings, model: nn.Module, info: EngineInfo, device: torch.device
+    settings: EngineSettings, model: nn.Module, info: EngineInfo, device: torch.device
 ) -> int:
     """Bytes that the largest prompt step and the largest decode step take beside weights and pool.
 
@@ -315,7 +307,7 @@ def _measure_peak(
     return peak
 
 
-def _heaviest_steps(settings: TorchEngineSettings, info: EngineInfo) -> tuple[StepPlan, ...]:
+def _heaviest_steps(settings: EngineSettings, info: EngineInfo) -> tuple[StepPlan, ...]:
     sampling = SamplingParams(
         max_tokens=1,
         top_p=0.9,

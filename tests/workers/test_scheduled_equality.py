@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3
 
 from transport.ids import ProcessName, RequestId
 from transport.messages import RUNNING, SamplingParams
+from workers.engine_settings import EngineSettings
 from workers.scheduler import Scheduler
 from workers.sequence import Sequence
-from workers.torch_engine import TorchEngineSettings, create_torch_engine
+from workers.torch_engine import create_torch_engine
 
 PAGE_BYTES_SMOLLM2 = 30 * 2 * 3 * 64 * 4 * 128
 
@@ -45,7 +46,7 @@ def run_scheduled(
 ) -> tuple[list[list[int]], int]:
     """Greedy tokens per prompt, and how often a sequence was preempted."""
     engine = create_torch_engine(
-        TorchEngineSettings(
+        EngineSettings(
             model_dir=str(model_dir), accelerator="cpu", device_index=0, dtype="float32",
             load_format="auto", max_model_len=pages * 128, max_num_seqs=max_num_seqs,
             kv_cache_gb=(pages * page_bytes + page_bytes // 2) / 1e9, gpu_memory_utilization=0.9,

@@ -26,7 +26,8 @@ from transformers import (
 
 from transport.messages import SamplingParams
 from workers.engine import DecodeRow, EngineError, PromptChunk, StepPlan, StepResult
-from workers.torch_engine import TorchEngine, TorchEngineSettings, create_torch_engine
+from workers.engine_settings import EngineSettings
+from workers.torch_engine import TorchEngine, create_torch_engine
 
 VOCAB = 211
 COMMON = {
@@ -145,7 +146,7 @@ def open_engine(model_dir: Path, accelerator: str = "cpu", **changes: object) ->
         "num_threads": 1,
         "report": lambda line: None,
     }
-    return create_torch_engine(TorchEngineSettings(**{**values, **changes}))
+    return create_torch_engine(EngineSettings(**{**values, **changes}))
 
 
 class Driver:
@@ -285,6 +286,26 @@ def test_many_prompts_in_one_step(
         expected_tokens(folder, driver.sequences[slot], 1)[0] for slot in (1, 2)
     ]
     engine.close()
+
+
+@pytest.mark.parametrize("accelerator", DEVICES)
+@pytest.mark.parametrize("name", ["llama", "mistral_window"])
+def test_a_rounded_cache_gives_the_same_tokens_however_the_prompt_is_cut(
+    name: str, accelerator: str, checkpoints: Callable[[str], Path]
+) -> None:
+    """A token sees the rounded KV of its neighbours also in the step that computes them."""
+    folder = checkpoints(name)
+    outputs = []
+    for chunk in (300, 64, 7):
+        engine = open_engine(folder, accelerator, kv_dtype="bf16")
+        driver = Driver(engine, GREEDY)
+        driver.begin(0, make_prompt(300), chunk)
+        for _ in range(12):
+            driver.decode([0])
+        outputs.append(driver.output(0))
+        assert {part.dtype for part in engine.info.layout.page_tensors} == {"bfloat16"}
+        engine.close()
+    assert outputs[0] == outputs[1] == outputs[2]
 
 
 @pytest.mark.parametrize("accelerator", DEVICES)

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Ph
 
 from transport.messages import SamplingParams
 from workers.engine import ModelLoadError, PromptChunk, StepPlan
-from workers.torch_engine import TorchEngine, TorchEngineSettings, create_torch_engine
+from workers.engine_settings import EngineSettings
+from workers.torch_engine import TorchEngine, create_torch_engine
 
 SMALL = {
     "vocab_size": 96,
@@ -44,7 +45,7 @@ def open_engine(model_dir: Path, **changes: object) -> TorchEngine:
         "num_threads": 1,
         "report": lambda line: None,
     }
-    return create_torch_engine(TorchEngineSettings(**{**values, **changes}))
+    return create_torch_engine(EngineSettings(**{**values, **changes}))
 
 
 def refusal(model_dir: Path, **changes: object) -> str:
@@ -103,6 +104,21 @@ def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_models_that_need_more_are_refused(config, named: str, tmp_path: Path) -> None:
     config().save_pretrained(tmp_path)
     assert named in refusal(tmp_path, load_format="dummy")
+
+
+def test_overrides_change_the_shape_and_name_what_they_do_not_know(llama_dir: Path) -> None:
+    engine = open_engine(
+        llama_dir, load_format="dummy", hf_overrides={"num_hidden_layers": 1, "head_dim": 8}
+    )
+    shapes = [part.shape for part in engine.info.layout.page_tensors]
+    assert shapes == [(128, 2, 8)] * 2
+    engine.close()
+    said = refusal(llama_dir, load_format="dummy", hf_overrides={"num_layer": 1})
+    assert "'num_layer'" in said
+
+
+def test_a_compact_cache_is_refused_where_no_such_format_exists(llama_dir: Path) -> None:
+    assert "--kv-dtype compact" in refusal(llama_dir, kv_dtype="compact")
 
 
 def test_broken_directories_are_named(llama_dir: Path, tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ RUSHES = 20
 LEVEL = 3
 """So many rushes in a row must find room in what the earlier ones took."""
 SLACK = 128 << 10
-"""Bytes; 200 requests that leak a kilobyte each take more in two of them."""
+"""Bytes. A leak of three kilobytes per request takes 1.8 MB in so many rushes; the noise of allocators
+would hide one of less than a kilobyte."""
 CLIENT_SECONDS = 60.0
 
 

@@ -240,9 +240,11 @@ class Instance:
         if child is None:
             return
         child.state, child.detail = message.state, message.detail
-        child.has_served = child.has_served or message.state == "ready"
+        now = time.monotonic()
+        if message.state == "ready" and child.served_from is None:
+            child.served_from = now
         # What came before was start-up: from here on it is expected to make progress.
-        child.snapshot_at = child.progress_at = time.monotonic()
+        child.snapshot_at = child.progress_at = now
         log.info("%s is %s%s", name, message.state, message.detail and f": {message.detail}")
 
     def fatal_error(self, name: ProcessName, reason: str) -> None:

@@ -40,8 +40,8 @@ class Child:
     snapshot_at: float = 0.0
     progress_at: float = 0.0
     """When its progress counter was last seen to grow."""
-    has_served: bool = False
-    """Whether it has been ready since its start."""
+    served_from: float | None = None
+    """When it was first ready since its start; None: not yet."""
     silent: bool = False
     """Whether its heartbeats have stopped (see `daemon/hang_watch.py`)."""
     is_killed: bool = False
@@ -57,6 +57,16 @@ class Child:
     def name(self) -> ProcessName:
         """Name of the process."""
         return self.spec.name
+
+    @property
+    def has_served(self) -> bool:
+        """Whether it has been ready since its start."""
+        return self.served_from is not None
+
+    @property
+    def served_seconds(self) -> float:
+        """From its first being ready to the last sign of progress."""
+        return 0.0 if self.served_from is None else self.progress_at - self.served_from
 
     @property
     def alive(self) -> bool:
@@ -126,7 +136,7 @@ class Supervisor:
                 continue
             if code == EXIT_FATAL and not child.fatal:
                 child.fatal = f"it ended with {child.last_exit}; the log says why"
-            delay = child.policy.died(now - process.started_at)
+            delay = child.policy.died(child.served_seconds)
             hopeless = bool(child.fatal) or (give_up_on_loops and child.policy.looping_at_start)
             child.restart_at = None if hopeless else now + delay
             reason = child.fatal or child.last_exit
@@ -208,7 +218,8 @@ class Supervisor:
         child.restart_at = None
         child.process = ChildProcess(child.spec, group)
         child.snapshot_at = child.progress_at = time.monotonic()
-        child.has_served = child.silent = child.is_killed = False
+        child.served_from = None
+        child.silent = child.is_killed = False
         self._process_group = child.process.process_group
         log.info("%s starts, process %d", child.name, child.process.pid)
 

@@ -18,7 +18,7 @@ def watch() -> HangWatch:
 def child(make_child):
     child = make_child(state="ready")
     child.snapshot_at = child.progress_at = 100.0
-    child.has_served = True
+    child.served_from = 100.0
     return child
 
 
@@ -70,13 +70,13 @@ def test_a_daemon_that_was_stopped_itself_blames_nobody(watch, child):
 
 
 def test_a_process_that_is_loading_may_be_silent_for_longer(watch, child):
-    child.state, child.has_served = "loading", False
+    child.state, child.served_from = "loading", None
     assert look(watch, child, 100.0, 100.0 + LOADING_SECONDS) == []
     assert look(watch, child, 100.0 + LOADING_SECONDS, 140.0), "but not for ever"
 
 
 def test_a_process_that_was_never_heard_of_gets_a_minute(watch, child):
-    child.state, child.has_served = None, False
+    child.state, child.served_from = None, None
     assert look(watch, child, 100.0, 100.0 + UNHEARD_SECONDS) == []
     assert look(watch, child, 100.0 + UNHEARD_SECONDS, 170.0)
 

@@ -21,21 +21,25 @@ def test_the_delay_doubles_to_a_limit():
     assert delays[-1] == MAX_DELAY_SECONDS
 
 
-def test_a_healthy_life_starts_over():
+def test_after_a_healthy_life_the_next_one_begins_at_once():
     policy = RestartPolicy()
+    assert policy.died(HEALTHY_SECONDS) == 0.0
     for _ in range(5):
         policy.died(1.0)
-    assert policy.died(HEALTHY_SECONDS) == FIRST_DELAY_SECONDS
+    assert policy.died(HEALTHY_SECONDS) == 0.0
+    assert policy.died(1.0) == FIRST_DELAY_SECONDS
 
 
 @given(st.lists(st.floats(0, 2 * HEALTHY_SECONDS)))
 def test_delays_are_bounded_and_grow_while_it_dies_young(lives):
     policy = RestartPolicy()
     before = 0.0
-    for alive in lives:
-        delay = policy.died(alive)
-        assert FIRST_DELAY_SECONDS <= delay <= MAX_DELAY_SECONDS
-        assert delay >= before or alive >= HEALTHY_SECONDS
+    for served in lives:
+        delay = policy.died(served)
+        if served >= HEALTHY_SECONDS:
+            assert delay == 0.0
+        else:
+            assert max(before, FIRST_DELAY_SECONDS) <= delay <= MAX_DELAY_SECONDS
         before = delay
 
 

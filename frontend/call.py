@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
 import uuid
@@ -20,6 +21,7 @@ class Call:
     """Facts about one HTTP request. Made by the outermost middleware, filled in on the way."""
 
     __slots__ = (
+        "affinity",
         "headers",
         "id",
         "is_body_read",
@@ -38,6 +40,9 @@ class Call:
         given = self.headers.get(b"x-request-id", b"").strip()
         self.request_id = given.decode() if _KEPT_ID.fullmatch(given) else self.id
         """The client's, if it is short and plain; for the answer and the log."""
+        session = self.headers.get(b"x-session-affinity", b"").strip()
+        self.affinity = hashlib.blake2b(session, digest_size=16).hexdigest() if session else ""
+        """Which conversation the client says this is (header X-Session-Affinity)."""
         self.status = 0
         self.is_body_read = False
         self.job: Job | None = None

@@ -52,7 +52,9 @@ class Job:
         metrics: FrontendMetrics,
         call_id: str,
         received_at: float,
+        affinity: str = "",
     ) -> None:
+        """`affinity`: the conversation that the client says this is; empty: told by the prompt."""
         self.request = request
         self.call_id = call_id
         self.finish_reasons: list[str] = []
@@ -62,6 +64,7 @@ class Job:
         self._texts = texts
         self._metrics = metrics
         self._received_at = received_at
+        self._affinity = affinity
         self._listener: Listener | None = None
 
     @property
@@ -113,8 +116,10 @@ class Job:
             self._received_at,
             common.n,
             common.priority,
-            prompt.affinity,
+            self._affinity or prompt.affinity,
             prompt.add_special_tokens,
+            common.prefix_cache,
+            common.cache_salt,
         )
 
     def usage(self) -> Usage:

@@ -57,7 +57,9 @@ class Services:
 
     def new_job(self, call: Call, request: GenerationRequest) -> Job:
         """A job for this request, not yet started."""
-        job = Job(request, self.router, self.texts, self.metrics, call.id, call.received_at)
+        job = Job(
+            request, self.router, self.texts, self.metrics, call.id, call.received_at, call.affinity
+        )
         call.job = job
         self.jobs.add(job)
         self.idle.clear()

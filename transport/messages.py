@@ -160,6 +160,10 @@ class Submit(Message, frozen=True):
     """Conversation key: the same value prefers the same tokenizer and rank. Empty: none."""
     add_special_tokens: bool = True
     """For `text`: let the tokenizer add its own begin and end tokens."""
+    prefix_cache: bool = True
+    """Whether the prompt may be taken from the prefix cache and stored in it."""
+    cache_salt: str = ""
+    """Only requests with the same salt share cached prefixes."""
 
 
 class Cancel(Message, frozen=True):
@@ -228,6 +232,8 @@ class Start(Message, frozen=True):
     sampling: SamplingParams
     priority: int
     arrival: float
+    prefix_cache: bool = True
+    cache_salt: str = ""
 
 
 # ---- router -> frontend -------------------------------------------------------------------------

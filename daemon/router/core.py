@@ -153,6 +153,8 @@ class RouterCore:
             add_special_tokens=message.add_special_tokens,
             prompt_frame=frame,
             received_at=message.received_at,
+            prefix_cache=message.prefix_cache,
+            cache_salt=message.cache_salt,
         )
         return self._receive(request, now)
 
@@ -406,6 +408,8 @@ class RouterCore:
                 sampling=request.sampling,
                 priority=request.priority,
                 arrival=request.received_at,
+                prefix_cache=request.prefix_cache,
+                cache_salt=request.cache_salt,
             )
             self._send(self._worker_names[rank], start, request.tokens_so_far(index))
 

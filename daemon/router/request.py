@@ -41,6 +41,8 @@ class Request:
     prompt_frame: Payload
     """The prompt as the client sent it; dropped when it is encoded."""
     received_at: float
+    prefix_cache: bool = True
+    cache_salt: str = ""
     stage: Stage = "received"
     stage_since: float = 0.0
     tokenizing_at: float = 0.0

@@ -11,6 +11,7 @@ from frontend.request_schema.fields import Fields, is_integer
 from frontend.request_schema.limits import (
     MAX_BIASES,
     MAX_JSON_INTEGER,
+    MAX_SALT_CHARACTERS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_TOKENS,
     MAX_STOPS,
@@ -32,6 +33,10 @@ class Common(msgspec.Struct, frozen=True):
     stream: bool
     include_usage: bool
     continuous_usage: bool
+    prefix_cache: bool = True
+    """Whether the prefix cache may be read and written."""
+    cache_salt: str = ""
+    """Separates tenants: only equal salts share cached prefixes."""
 
 
 def read_common(fields: Fields, limits: ModelLimits, default_tokens: int, logprobs: int) -> Common:
@@ -41,8 +46,6 @@ def read_common(fields: Fields, limits: ModelLimits, default_tokens: int, logpro
         ApiError: 400, or 404 for a model that is not served.
     """
     check_model(fields, limits.model_name)
-    fields.boolean("prefix_cache", True)
-    fields.string("cache_salt")
     fields.string("user")
     fields.mapping("metadata")
     stream = fields.boolean("stream")
@@ -55,7 +58,18 @@ def read_common(fields: Fields, limits: ModelLimits, default_tokens: int, logpro
         stream=stream,
         include_usage=include_usage,
         continuous_usage=continuous_usage,
+        prefix_cache=fields.boolean("prefix_cache", True),
+        cache_salt=_read_salt(fields),
     )
+
+
+def _read_salt(fields: Fields) -> str:
+    salt = fields.string("cache_salt") or ""
+    if len(salt) > MAX_SALT_CHARACTERS:
+        raise bad_request(
+            f"cache_salt must have at most {MAX_SALT_CHARACTERS} characters.", "cache_salt"
+        )
+    return salt
 
 
 def check_model(fields: Fields, served: str) -> None:

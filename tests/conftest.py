@@ -6,11 +6,17 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from daemon.default_model import DefaultModelError, ensure_default_model
 
 # Tests never look a model up on the network; the default model comes through pip alone.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# A slow or busy machine is no failure.
+settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

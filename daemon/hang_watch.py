@@ -1,7 +1,7 @@
 """Which processes are hung rather than dead: judged by heartbeats and by progress.
 
 A heartbeat is a snapshot, sent by a thread of its own every `--heartbeat-seconds`. None at all means
-that the process is stopped or starved: after a second it does not count as ready, after
+that the process is stopped or starved: within a second it does not count as ready, after
 `--hang-seconds` it is hung. A process that sends heartbeats while its main loop makes no turn is hung
 after `--stall-seconds`; that is longer, for one step of a large model may take long. A process that
 starts gets more time as well: importing and loading can keep its heartbeat from running.
@@ -18,6 +18,9 @@ from daemon.supervisor import Child
 
 SILENT_HEARTBEATS: Final = 1.8
 """Heartbeats missed until a process is silent: with the default of 0.5 s, below a second."""
+LEAST_SILENCE_SECONDS: Final = 0.5
+"""A process that is merely starved of processor time comes late by this much: with heartbeats shorter
+than the default, one or two that are late are no sign of anything."""
 LOADING_SECONDS: Final = 30.0
 """Silence after which a process that has not served yet is hung, unless `--hang-seconds` is longer."""
 UNHEARD_SECONDS: Final = 60.0
@@ -41,7 +44,7 @@ class HangWatch:
     """Looks at the children once per turn of the daemon's loop. No clock in here."""
 
     def __init__(self, heartbeat_seconds: float, hang_seconds: float, stall_seconds: float) -> None:
-        self._silent_seconds = SILENT_HEARTBEATS * heartbeat_seconds
+        self._silent_seconds = max(SILENT_HEARTBEATS * heartbeat_seconds, LEAST_SILENCE_SECONDS)
         self._hang_seconds = max(hang_seconds, 2 * self._silent_seconds)
         self._stall_seconds = stall_seconds
         self._looked_at: float | None = None
@@ -58,9 +61,14 @@ class HangWatch:
                 child.progress_at += gap
         return [hung for child in children if (hung := self._judge(child, now)) is not None]
 
+    def next_silence(self, children: Iterable[Child]) -> float | None:
+        """When the next one that is ready will be silent, unless it is heard of before."""
+        times = [child.snapshot_at + self._silent_seconds for child in children if child.ready]
+        return min(times, default=None)
+
     def _judge(self, child: Child, now: float) -> Hung | None:
         silence = now - child.snapshot_at
-        child.silent = child.has_served and silence > self._silent_seconds
+        child.silent = child.has_served and silence >= self._silent_seconds
         if silence > self._longest_silence(child):
             return Hung(child, f"no heartbeat for {silence:.1f} s")
         stall = now - child.progress_at

@@ -8,6 +8,7 @@ anything else.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -122,11 +123,15 @@ class Instance:
         poller.register(signals.fd, zmq.POLLIN)
         for pidfd in self._supervisor.pidfds():
             poller.register(pidfd, zmq.POLLIN)
-        wait = TURN_SECONDS
-        restart = self._supervisor.next_restart()
-        if restart is not None:
-            wait = min(wait, max(restart - time.monotonic(), 0.0))
-        poller.poll(round(wait * 1000))
+        now = time.monotonic()
+        deadlines = (
+            now + TURN_SECONDS,
+            self._supervisor.next_restart(),
+            self._hang_watch.next_silence(self._supervisor.children.values()),
+        )
+        wake = min(at for at in deadlines if at is not None)
+        # Rounded up: a turn that comes too early would only wait again.
+        poller.poll(math.ceil(max(wake - now, 0.0) * 1000))
 
     def _turn(self, signals: StopSignals) -> None:
         now = time.monotonic()

@@ -42,6 +42,35 @@ def test_a_stopped_process_is_not_ready_within_a_second_and_hung_after_hang_seco
     assert "no heartbeat for 5." in hung.reason
 
 
+def test_the_daemon_is_woken_when_a_process_falls_silent_and_not_at_its_next_turn(
+    watch, child, make_child
+):
+    late = make_child(name="worker/1", state="ready", snapshot_at=100.3, served_from=90.0)
+    silent_at = watch.next_silence([late, child])
+    assert 100.0 + HEARTBEAT < silent_at <= 100.0 + 1.0
+    watch.look([child, late], silent_at)
+    assert (child.ready, late.ready) == (False, True)
+    assert watch.next_silence([late, child]) == pytest.approx(silent_at + 0.3)
+    assert watch.next_silence([child]) is None
+
+
+@pytest.mark.parametrize("heartbeat", [0.05, 0.1, 0.25])
+def test_short_heartbeats_do_not_make_a_starved_process_silent(child, heartbeat):
+    watch = HangWatch(heartbeat, HANG, STALL)
+    assert watch.look([child], 100.0 + 0.45) == []
+    assert child.ready
+    watch.look([child], 101.0)
+    assert not child.ready
+
+
+def test_long_heartbeats_are_waited_for(child):
+    watch = HangWatch(2.0, HANG, STALL)
+    watch.look([child], 103.0)
+    assert child.ready
+    watch.look([child], 104.0)
+    assert not child.ready
+
+
 def test_a_process_that_comes_back_is_ready_again(watch, child):
     look(watch, child, 100.0, 102.0)
     assert not child.ready

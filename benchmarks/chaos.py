@@ -24,6 +24,7 @@ import cyclopts
 import msgspec
 from rich.console import Console
 
+from benchmarks.chaos_causes import Failure, find_cause
 from benchmarks.chaos_clients import Known, Tally, client, undisturbed, unsteady
 from benchmarks.chaos_leaks import SHARED_MEMORY, held_when_idle, left_after_end
 from benchmarks.chaos_losses import Chaos
@@ -55,6 +56,22 @@ async def disturb(chaos: Chaos, known: list[Known], seconds: float, seed: int) -
     chaos.going = False
     await watch
     return tally
+
+
+def blame(chaos: Chaos, tally: Tally) -> list[Failure]:
+    """Find the loss behind each failure, now that the times of all losses are known; returns those
+    without one."""
+    unexplained = []
+    for failure in tally.failures:
+        cause = find_cause(failure, chaos.losses)
+        if cause is not None:
+            cause.errors += 1
+            continue
+        unexplained.append(failure)
+        log.error("unexplained: %s after %.1f s: %s; felt then: %s", failure.kind,
+                  failure.ended - failure.began, failure.asked,
+                  chaos.around(failure.began, failure.ended))  # fmt: skip
+    return unexplained
 
 
 def end_daemon(daemon: subprocess.Popen[bytes]) -> dict[str, int]:
@@ -106,7 +123,8 @@ def run(
         daemon.wait(60)
     return make_figures(
         seed=seed, minutes=minutes, model=Path(model).name, kinds=kinds,
-        unsteady=kinds - len(steady), tally=tally, losses=chaos.losses, leaks=leaks,
+        unsteady=kinds - len(steady), tally=tally, losses=chaos.losses,
+        unexplained=blame(chaos, tally), leaks=leaks,
     )  # fmt: skip
 
 

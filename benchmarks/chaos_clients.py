@@ -6,10 +6,10 @@ import asyncio
 import logging
 import random
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
+from benchmarks.chaos_causes import Failure
 from benchmarks.chaos_losses import Chaos
 from benchmarks.chaos_requests import Answer, Asked, ask, with_stop
 
@@ -31,9 +31,7 @@ class Tally:
     """Whole answers that differ, and parts of answers that are no beginning of the right one."""
     counted_twice: int = 0
     """Answers whose usage exceeds that of the undisturbed one."""
-    allowed: Counter[str] = field(default_factory=Counter)
-    """Errors that the loss of a router or frontend explains, and 429."""
-    unexplained: Counter[str] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
     tokens: int = 0
 
 
@@ -92,11 +90,14 @@ async def client(chaos: Chaos, known: list[Known], tally: Tally, seed: int, end:
         tally.requests += 1
         if answer is None:
             tally.left += 1
-        elif not judge(chaos, entry, answer, tally, began):
+        elif judge(entry, answer, tally):
+            chaos.note_success(began, time.monotonic())
+        else:
+            tally.failures.append(Failure(entry.asked, answer, began, time.monotonic()))
             await asyncio.sleep(RETRY_SECONDS)
 
 
-def judge(chaos: Chaos, entry: Known, answer: Answer, tally: Tally, began: float) -> bool:
+def judge(entry: Known, answer: Answer, tally: Tally) -> bool:
     """Count an answer; whether it was whole."""
     wanted = entry.answer
     used, allowed = answer.usage, wanted.usage
@@ -109,25 +110,4 @@ def judge(chaos: Chaos, entry: Known, answer: Answer, tally: Tally, began: float
     if answer.complete:
         tally.completed += 1
         tally.tokens += used[1] if used else 0
-        return True
-    kind, explained = explain(chaos, answer, began, time.monotonic())
-    (tally.allowed if explained else tally.unexplained)[kind] += 1
-    if not explained:
-        log.error("unexplained: %s after %.1f s: %s; %s", kind, time.monotonic() - began, entry.asked,
-                  chaos.recent_losses())  # fmt: skip
-    return False
-
-
-def explain(chaos: Chaos, answer: Answer, began: float, end: float) -> tuple[str, bool]:
-    """A word for a failure, and whether a loss that clients must expect explains it."""
-    router = chaos.suffered("router", began, end)
-    frontend = chaos.suffered("frontend", began, end)
-    if answer.timed_out:
-        return "no answer in time", False
-    if answer.status == 429:
-        return "429", True
-    if answer.error is not None:
-        place = "event" if answer.status == 200 else str(answer.status)
-        explained = answer.status in (200, 503) and router
-        return f"{place} {answer.error}", explained
-    return ("connection lost" if answer.status else "connection lost before the head"), frontend
+    return answer.complete

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import random
@@ -15,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from benchmarks.chaos_causes import Loss
 from benchmarks.chaos_requests import Asked, ask, get_status
 from daemon.errors import DeepInferError
 from daemon.inspection_client import InspectionClient
@@ -25,29 +25,6 @@ CALM_SECONDS: Final = 120.0
 PROBE: Final = Asked("/v1/completions", {"prompt": "hello", "max_tokens": 2, "temperature": 0})
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Loss:
-    """One process killed or frozen. Times are CLOCK_MONOTONIC seconds."""
-
-    name: str
-    pid: int
-    frozen: bool
-    state: str
-    """Of the process, when it was hit."""
-    at: float
-    served_after: float | None = None
-    """Seconds until a request sent after the loss had succeeded."""
-    replaced_after: float | None = None
-    """Seconds until its successor was ready."""
-    recovered_after: float | None = None
-    """Seconds until its successor and `/ready` were ready and a request had succeeded then."""
-
-    @property
-    def role(self) -> str:
-        """Role of the process."""
-        return self.name.partition("/")[0]
 
 
 @dataclass
@@ -91,10 +68,25 @@ class Chaos:
         if not rows:
             return
         row = self.draw.choice(rows)
+        try:
+            pidfd = os.pidfd_open(row["pid"])
+            signal.pidfd_send_signal(pidfd, signal.SIGSTOP if frozen else signal.SIGKILL)
+        except ProcessLookupError:
+            return
         loss = Loss(row["name"], row["pid"], frozen, row["state"], time.monotonic())
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(loss.pid, signal.SIGSTOP if frozen else signal.SIGKILL)
-            self.losses.append(loss)
+        self.losses.append(loss)
+        asyncio.get_running_loop().add_reader(pidfd, self._has_ended, loss, pidfd)
+
+    def _has_ended(self, loss: Loss, pidfd: int) -> None:
+        loss.ended_at = time.monotonic()
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
+
+    def note_success(self, began: float, ended: float) -> None:
+        """A request was answered: all that it needs is there again."""
+        for loss in self.losses:
+            if loss.served_after is None and loss.at <= began:
+                loss.served_after = ended - loss.at
 
     async def watch(self) -> None:
         """Look at the instance while `going` and until it has recovered, at most `CALM_SECONDS`
@@ -109,6 +101,8 @@ class Chaos:
             ready = await get_status(self.port, "/ready") == 200
             answer = await ask(self.port, PROBE, stream=False)
             served = answer is not None and answer.complete
+            if served:
+                self.note_success(began, time.monotonic())
             self._note(began, seen_at, rows, ready, served)
             await asyncio.sleep(LOOK_SECONDS)
 
@@ -120,8 +114,6 @@ class Chaos:
         for loss in self.losses:
             if loss.recovered_after is not None or loss.at > began:
                 continue
-            if served and loss.served_after is None:
-                loss.served_after = now - loss.at
             replaced = there.get(loss.name) not in (None, loss.pid)
             if replaced and loss.replaced_after is None:
                 loss.replaced_after = seen_at - loss.at
@@ -134,19 +126,10 @@ class Chaos:
         """Whether the instance is over all losses."""
         return all(loss.recovered_after is not None for loss in self.losses)
 
-    def recent_losses(self) -> str:
-        """The last few, for a log."""
-        now = time.monotonic()
+    def around(self, begin: float, end: float) -> str:
+        """The losses that were felt then, for a log."""
         return ", ".join(
-            f"{x.name} {'frozen' if x.frozen else 'killed'} {now - x.at:.1f} s ago"
-            for x in self.losses[-4:]
-        )
-
-    def suffered(self, role: str, begin: float, end: float) -> bool:
-        """Whether between these times the instance had a loss of this role still to recover from."""
-        return any(
-            loss.role == role
-            and loss.at <= end
-            and (loss.recovered_after is None or loss.at + loss.recovered_after >= begin)
-            for loss in self.losses
+            f"{x.name} {'frozen' if x.frozen else 'killed'} {end - x.at:.1f} s before"
+            for x in self.losses
+            if x.at <= end and (x.recovered_after is None or x.at + x.recovered_after >= begin)
         )

@@ -9,8 +9,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.chaos_causes import Failure, Loss
 from benchmarks.chaos_clients import Tally
-from benchmarks.chaos_losses import Loss
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -34,6 +34,8 @@ class LossFigures(msgspec.Struct, frozen=True):
     """Until the successor was ready."""
     recovered: Spread | None
     """Until successor and `/ready` were ready and a request had succeeded."""
+    errors: int
+    """Requests that failed because of them."""
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -85,6 +87,7 @@ def loss_figures(losses: list[Loss]) -> list[LossFigures]:
             spread([x.served_after for x in group if x.served_after is not None]),
             spread([x.replaced_after for x in group if x.replaced_after is not None]),
             spread([x.recovered_after for x in group if x.recovered_after is not None]),
+            sum(x.errors for x in group),
         )
         for (role, means), group in sorted(groups.items())
     ]  # fmt: skip
@@ -92,7 +95,7 @@ def loss_figures(losses: list[Loss]) -> list[LossFigures]:
 
 def make_figures(
     *, seed: int, minutes: float, model: str, kinds: int, unsteady: int, tally: Tally,
-    losses: list[Loss], leaks: dict[str, int],
+    losses: list[Loss], unexplained: list[Failure], leaks: dict[str, int],
 ) -> Figures:  # fmt: skip
     """Put all together."""
     times = [loss.recovered_after for loss in losses if loss.recovered_after is not None]
@@ -100,8 +103,9 @@ def make_figures(
         seed=seed, minutes=minutes, model=model, kinds_of_requests=kinds, unsteady=unsteady,
         requests=tally.requests, completed=tally.completed, left_by_client=tally.left,
         tokens=tally.tokens, wrong_texts=len(tally.wrong),
-        tokens_counted_twice=tally.counted_twice, errors=dict(tally.allowed),
-        unexplained_errors=dict(tally.unexplained), losses=loss_figures(losses),
+        tokens_counted_twice=tally.counted_twice,
+        errors=Counter(failure.kind for failure in tally.failures),
+        unexplained_errors=Counter(failure.kind for failure in unexplained), losses=loss_figures(losses),
         all_recovered=spread(times), not_recovered=len(losses) - len(times), leaks=leaks,
     )  # fmt: skip
 
@@ -122,20 +126,17 @@ def show(figures: Figures, console: Console) -> None:
     ):
         table.add_row(label, f"{value:,}")
     console.print(table)
-    errors = Table("error", "count", "", title="Requests that failed")
-    for mark, found in (
-        ("a loss explains it", figures.errors),
-        ("[red]unexplained[/]", figures.unexplained_errors),
-    ):
-        for name, count in Counter(found).most_common():
-            errors.add_row(name, str(count), mark)
+    errors = Table("error", "count", "unexplained (0)", title="Requests that failed")
+    for name, count in Counter(figures.errors).most_common():
+        errors.add_row(name, str(count), str(figures.unexplained_errors.get(name, 0)))
     console.print(errors)
     title = "Seconds from the loss, p50 / p99 / max"
-    times = Table("lost", "", "times", "next success", "replaced", "all ready", title=title)
+    times = Table("lost", "", "times", "next success", "replaced", "all ready", "errors",
+                  title=title)  # fmt: skip
     for row in figures.losses:
         times_seen = "" if row.recovered is None else str(row.recovered.count)
         spreads = (row.served, row.replaced, row.recovered)
-        times.add_row(row.role, row.means, times_seen, *map(_words, spreads))
+        times.add_row(row.role, row.means, times_seen, *map(_words, spreads), str(row.errors))
     overall = figures.all_recovered
     times.add_row("all", "", "" if overall is None else str(overall.count), "", "", _words(overall))
     console.print(times)

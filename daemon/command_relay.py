@@ -1,4 +1,4 @@
-"""Commands of a client to the processes, passed on by the daemon: thread stacks, log level.
+"""Commands of a client to the processes, passed on by the daemon: stacks, log level, prefix cache.
 
 The client gets one answer, at the latest after GIVE_UP_SECONDS and a turn of the daemon's loop: it
 says of every process what came of it, also of those that do not answer.
@@ -19,9 +19,10 @@ import zmq
 
 from daemon.metrics import DAEMON_NAME
 from daemon.report_types import CommandReport
+from transport.cache_report import CacheContent
 from transport.ids import ProcessName
 from transport.logs import LEVELS, set_level
-from transport.messages import Answer, DumpStacks, SetLogLevel
+from transport.messages import Answer, CacheCommand, DumpStacks, ProcessCommand, SetLogLevel
 from transport.sockets import RouterSocket
 from transport.stacks import ThreadStack, thread_stacks
 
@@ -29,8 +30,6 @@ GIVE_UP_SECONDS: Final = 2.0
 """How long a process may take to answer. Its answering thread has nothing else to do."""
 MAX_COMMANDS: Final = 64
 """Commands under way at the same time."""
-
-Command = DumpStacks | SetLogLevel
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +45,8 @@ class _UnderWay:
     client: ProcessName
     serial: int
     deadline: float
-    missing: dict[ProcessName, int]
+    command: ProcessCommand
+    missing: dict[ProcessName, int] = field(default_factory=dict)
     """Name -> pid."""
     reports: list[CommandReport] = field(default_factory=list)
 
@@ -60,7 +60,11 @@ class CommandRelay:
         self._under_way: dict[int, _UnderWay] = {}
 
     def start(
-        self, client: ProcessName, command: Command, living: Mapping[ProcessName, int], now: float
+        self,
+        client: ProcessName,
+        command: ProcessCommand,
+        living: Mapping[ProcessName, int],
+        now: float,
     ) -> None:
         """Pass a client's command on. `living`: the pids of all children.
 
@@ -69,8 +73,8 @@ class CommandRelay:
         """
         wanted = self._check(command, living)
         serial = next(self._serials)
-        work = _UnderWay(client, command.serial, now + GIVE_UP_SECONDS, {})
-        if command.process in ("", DAEMON_NAME):
+        work = _UnderWay(client, command.serial, now + GIVE_UP_SECONDS, command)
+        if command.process in ("", DAEMON_NAME) and not isinstance(command, CacheCommand):
             work.reports.append(_done_here(command))
         forwarded = msgspec.structs.replace(command, serial=serial)
         for name, pid in wanted.items():
@@ -91,8 +95,7 @@ class CommandRelay:
             return
         data = bytes(frames[0].buffer) if frames else b""
         try:
-            threads = msgspec.json.decode(data, type=list[ThreadStack]) if data else []
-            work.reports.append(CommandReport(peer, pid, threads=threads))
+            work.reports.append(_read_answer(work.command, peer, pid, data))
         except msgspec.DecodeError as error:
             work.reports.append(CommandReport(peer, pid, problem=f"its answer is damaged: {error}"))
         self._finish(serial)
@@ -108,7 +111,7 @@ class CommandRelay:
             self._finish(serial)
 
     def _check(
-        self, command: Command, living: Mapping[ProcessName, int]
+        self, command: ProcessCommand, living: Mapping[ProcessName, int]
     ) -> Mapping[ProcessName, int]:
         """Which children have to be told."""
         if isinstance(command, SetLogLevel) and command.level not in LEVELS:
@@ -116,12 +119,16 @@ class CommandRelay:
         if len(self._under_way) >= MAX_COMMANDS:
             raise CommandError("Too many commands are under way: try again in a few seconds")
         name = command.process
+        if isinstance(command, CacheCommand):
+            living = {peer: pid for peer, pid in living.items() if peer.startswith("worker/")}
         if not name:
             return living
-        if name == DAEMON_NAME:
+        if name == DAEMON_NAME and not isinstance(command, CacheCommand):
             return {}
         if name not in living:
-            known = ", ".join([DAEMON_NAME, *living])
+            known = ", ".join(
+                living if isinstance(command, CacheCommand) else [DAEMON_NAME, *living]
+            )
             raise CommandError(f"There is no process {name!r} now: {known}")
         return {name: living[name]}
 
@@ -148,7 +155,21 @@ def why_silent(pid: int) -> str:
     )
 
 
-def _done_here(command: Command) -> CommandReport:
+def _read_answer(
+    command: ProcessCommand, peer: ProcessName, pid: int, data: bytes
+) -> CommandReport:
+    match command:
+        case DumpStacks():
+            threads = msgspec.json.decode(data, type=list[ThreadStack])
+            return CommandReport(peer, pid, threads=threads)
+        case CacheCommand():
+            content = msgspec.json.decode(data, type=CacheContent)
+            return CommandReport(peer, pid, cache=content)
+        case SetLogLevel():
+            return CommandReport(peer, pid)
+
+
+def _done_here(command: DumpStacks | SetLogLevel) -> CommandReport:
     pid = os.getpid()
     if isinstance(command, SetLogLevel):
         set_level(command.level)

@@ -12,17 +12,19 @@ from typing import Protocol
 
 import zmq
 
-from daemon.command_relay import Command, CommandError, CommandRelay
+from daemon.command_relay import CommandError, CommandRelay
 from transport.framing import BadMessage, decode_header
 from transport.ids import ProcessName
 from transport.messages import (
     PROTOCOL_VERSION,
     Answer,
+    CacheCommand,
     CommandDone,
     DumpStacks,
     FatalError,
     Hello,
     Message,
+    ProcessCommand,
     Query,
     Refused,
     SetLogLevel,
@@ -151,7 +153,7 @@ class ControlServer:
                 handler.fatal_error(peer, reason)
             case Query(what, serial):
                 self._answer(peer, what, serial, handler)
-            case DumpStacks() | SetLogLevel() as command:
+            case DumpStacks() | SetLogLevel() | CacheCommand() as command:
                 self._carry_out(peer, command, handler)
             case CommandDone(serial):
                 self._relay.done(peer, serial, received.frames)
@@ -167,7 +169,7 @@ class ControlServer:
         except QueryError as error:
             self._control.send(peer, Answer(serial, str(error)), b"")
 
-    def _carry_out(self, peer: ProcessName, command: Command, handler: ControlHandler) -> None:
+    def _carry_out(self, peer: ProcessName, command: ProcessCommand, handler: ControlHandler) -> None:
         try:
             self._relay.start(peer, command, handler.living(), time.monotonic())
         except CommandError as error:

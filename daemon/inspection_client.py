@@ -20,7 +20,7 @@ from daemon.errors import DeepInferError
 from daemon.run_directory import not_running, running_pid
 from transport.framing import BadMessage
 from transport.ids import ProcessName
-from transport.messages import Answer, DumpStacks, Message, Query, SetLogLevel, StopInstance
+from transport.messages import Answer, Message, ProcessCommand, Query, StopInstance
 from transport.sockets import DealerSocket, Endpoints, Received
 
 STOP_SECONDS: Final = 5.0
@@ -69,7 +69,7 @@ class InspectionClient:
         serial = next(self._serials)
         return self._exchange(Query(what, serial), serial, timeout)
 
-    def command(self, command: DumpStacks | SetLogLevel, timeout: float) -> bytes:
+    def command(self, command: ProcessCommand, timeout: float) -> bytes:
         """What every process concerned answered, a JSON list of `CommandReport`; its serial is set
         here. The daemon waits two seconds or so for processes that do not answer.
 

@@ -9,6 +9,7 @@ from typing import Final
 
 import msgspec
 
+from transport.cache_report import CacheContent
 from transport.stacks import ThreadStack
 
 QUESTIONS: Final = (
@@ -142,14 +143,15 @@ class SocketRow(msgspec.Struct, frozen=True):
     """Could not be sent: the peer was gone, or did not read."""
 
 
-class CommandReport(msgspec.Struct, frozen=True):
-    """`inspect stacks`, `inspect log-level`: what one process answered."""
+class CommandReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`inspect stacks`, `inspect log-level`, `inspect cache`: what one process answered."""
 
     process: str
     pid: int
     problem: str = ""
     """Why it did not answer; empty if it did."""
     threads: list[ThreadStack] = []
+    cache: CacheContent | None = None
 
 
 class TapReport(msgspec.Struct, frozen=True):

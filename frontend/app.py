@@ -18,6 +18,7 @@ from frontend.http_protocol import ABORT
 from frontend.http_reply import send_error
 from frontend.routes_generate import ChatEndpoint, CompletionEndpoint
 from frontend.routes_status import (
+    CacheFlush,
     DaemonAnswer,
     Health,
     ModelEndpoint,
@@ -54,6 +55,7 @@ def _routes(services: Services) -> list[Route]:
         ("GET", "/ready", Ready(services)),
         ("GET", "/metrics", DaemonAnswer(services, "metrics", METRICS_TYPE)),
         ("GET", "/deepinfer/metrics", DaemonAnswer(services, "metrics", METRICS_TYPE)),
+        ("POST", "/deepinfer/cache/flush", CacheFlush(services)),
         ("GET", "/deepinfer/state", DaemonAnswer(services, "state", b"application/json")),
     ]
     return [Route(path, endpoint, methods=[method]) for method, path, endpoint in table]

@@ -7,8 +7,10 @@ import itertools
 import logging
 from collections.abc import Callable
 
+import msgspec
+
 from frontend.errors import ApiError
-from transport.messages import Answer, Drain, InstanceStatus, Message, Query
+from transport.messages import Answer, CacheCommand, Drain, InstanceStatus, Message, Query
 from transport.sockets import Received
 
 ANSWER_SECONDS = 5.0
@@ -32,8 +34,8 @@ class DaemonClient:
         self._serials = itertools.count(1)
         self._open: dict[int, asyncio.Future[bytes]] = {}
 
-    async def ask(self, what: str, post: Callable[[Message], None]) -> bytes:
-        """The daemon's answer to a `Query`.
+    async def ask(self, question: Query | CacheCommand, post: Callable[[Message], None]) -> bytes:
+        """The daemon's answer to a question or command; its serial is set here.
 
         Raises:
             ApiError: 503; no answer in time, too many questions at once, or the daemon refused.
@@ -44,7 +46,7 @@ class DaemonClient:
         future: asyncio.Future[bytes] = self._loop.create_future()
         self._open[serial] = future
         try:
-            post(Query(what, serial))
+            post(msgspec.structs.replace(question, serial=serial))
             return await asyncio.wait_for(future, ANSWER_SECONDS)
         except TimeoutError as error:
             raise ApiError(

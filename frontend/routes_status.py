@@ -9,6 +9,8 @@ from frontend.errors import ApiError
 from frontend.http_reply import send_bytes
 from frontend.json_body import JsonObject
 from frontend.services import Services
+from transport.cache_report import CacheContent
+from transport.messages import CacheCommand, Query
 
 
 class Health:
@@ -90,5 +92,42 @@ class DaemonAnswer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        body = await self._services.ask_daemon(self._what)
+        body = await self._services.ask_daemon(Query(self._what))
         await send_bytes(send, 200, body, self._content_type)
+
+
+class _WorkerReport(msgspec.Struct):
+    """What the daemon passes on from one worker."""
+
+    process: str
+    problem: str = ""
+    cache: CacheContent | None = None
+
+
+class CacheFlush:
+    """`POST /deepinfer/cache/flush`: empty the host prefix cache of every worker."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request: what each worker's cache held before."""
+        body = await self._services.ask_daemon(CacheCommand("flush", 0))
+        reports = msgspec.json.decode(body, type=list[_WorkerReport])
+        silent = [f"{report.process}: {report.problem}" for report in reports if report.problem]
+        if silent:
+            raise ApiError(
+                503,
+                f"Not every cache could be emptied: {'; '.join(silent)}.",
+                retry_after=self._services.settings.retry_after_seconds,
+            )
+        flushed = [
+            {
+                "worker": report.process,
+                "pages": report.cache.pages_used,
+                "states": report.cache.states_used,
+            }
+            for report in reports
+            if report.cache is not None and report.cache.enabled
+        ]
+        await send_bytes(send, 200, msgspec.json.encode({"flushed": flushed}))

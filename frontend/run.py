@@ -32,7 +32,7 @@ from frontend.tokenizer.errors import TokenizerLoadError
 from frontend.tokenizer.load import load_tokenizer
 from transport.child import EXIT_FATAL, ProcessSettings, StopFlag, enter_process
 from transport.daemon_link import DaemonLink, LinkError, SocketTelemetry
-from transport.messages import InstanceStatus, RequestRow, Serving, SocketStats
+from transport.messages import CacheCommand, InstanceStatus, Query, RequestRow, Serving, SocketStats
 from transport.sockets import Received
 from transport.telemetry import MetricSet
 
@@ -122,8 +122,8 @@ class Frontend:
             timeout_graceful_shutdown=FLUSH_SECONDS,
         )
 
-    async def _ask_daemon(self, what: str) -> bytes:
-        return await self._daemon.ask(what, self._link.post)
+    async def _ask_daemon(self, question: Query | CacheCommand) -> bytes:
+        return await self._daemon.ask(question, self._link.post)
 
     def _on_status(self, status: InstanceStatus) -> None:
         self._gate.set_state(status.state, status.reason)

@@ -18,6 +18,7 @@ from frontend.router_client import RouterClient
 from frontend.settings import FrontendSettings
 from frontend.stream_buffer import StreamBuffer
 from frontend.text_decoding import TokenTexts
+from transport.messages import CacheCommand, Query
 
 TICK_SECONDS = 0.5
 
@@ -42,7 +43,7 @@ class Services:
     texts: TokenTexts
     keys: ApiKeys
     metrics: FrontendMetrics
-    ask_daemon: Callable[[str], Awaitable[bytes]]
+    ask_daemon: Callable[[Query | CacheCommand], Awaitable[bytes]]
     started_at: int
     """Seconds since 1970."""
     jobs: set[Job] = field(default_factory=set)

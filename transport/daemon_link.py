@@ -115,7 +115,7 @@ class DaemonLink:
         self._state: ProcessState = "starting"
         self._detail = ""
         self._progress = 0
-        self._outbox: list[Message] = []
+        self._outbox: list[tuple[Message, tuple[bytes, ...]]] = []
         self._lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
@@ -145,9 +145,9 @@ class DaemonLink:
         """Tell the daemon that this process ends for a reason that a restart would not cure."""
         self._post(FatalError(reason))
 
-    def post(self, message: Message) -> None:
-        """Send the daemon a message. From any thread."""
-        self._post(message)
+    def post(self, message: Message, *frames: bytes) -> None:
+        """Send the daemon a message with its frames. From any thread."""
+        self._post(message, *frames)
 
     def tick(self) -> None:
         """The main loop has made a turn."""
@@ -159,10 +159,10 @@ class DaemonLink:
         self._wake()
         self._thread.join(timeout=2 * LINGER_MS / 1000)
 
-    def _post(self, message: Message) -> None:
+    def _post(self, message: Message, *frames: bytes) -> None:
         with self._lock:
             if len(self._outbox) < MAX_OUTBOX:
-                self._outbox.append(message)
+                self._outbox.append((message, frames))
         self._wake()
 
     def _wake(self) -> None:
@@ -232,8 +232,8 @@ class DaemonLink:
     def _flush(self, control: DealerSocket) -> None:
         with self._lock:
             outbox, self._outbox = self._outbox, []
-        for message in outbox:
-            if not control.send(message):
+        for message, frames in outbox:
+            if not control.send(message, *frames):
                 log.warning("the daemon does not read: lost a %s", type(message).__name__)
 
     def _snapshot(self) -> Snapshot:

@@ -25,6 +25,7 @@ Role = Literal["daemon", "router", "frontend", "tokenizer", "worker", "client"]
 PromptKind = Literal["chat", "text", "tokens"]
 ProcessState = Literal["starting", "loading", "ready", "draining", "stopping"]
 InstanceState = Literal["starting", "ready", "degraded", "draining"]
+CacheAction = Literal["report", "flush"]
 CancelCause = Literal["client", "stop", "slow_reader", "shutdown"]
 
 # Finish codes of a row of a `TokenBatch`.
@@ -404,9 +405,23 @@ class SetLogLevel(Message, frozen=True):
     process: ProcessName = ProcessName("")
 
 
+class CacheCommand(Message, frozen=True):
+    """Tell about the host prefix cache of a worker (`report`), or empty it (`flush`). On the same
+    ways as `DumpStacks`, to workers only."""
+
+    action: CacheAction
+    serial: int
+    process: ProcessName = ProcessName("")
+    """Empty: all workers."""
+
+
+ProcessCommand = DumpStacks | SetLogLevel | CacheCommand
+"""What a client has the daemon pass on to processes."""
+
+
 class CommandDone(Message, frozen=True):
-    """Process -> daemon: a `DumpStacks` or `SetLogLevel` has been carried out. Frame 0: JSON, for
-    `DumpStacks` the threads, else empty."""
+    """Process -> daemon: a command has been carried out. Frame 0: JSON, for `DumpStacks` the threads,
+    for `CacheCommand` the cache's content, else empty."""
 
     serial: int
 
@@ -469,6 +484,7 @@ AnyMessage = (
     | StopInstance
     | DumpStacks
     | SetLogLevel
+    | CacheCommand
     | CommandDone
     | TapOpened
     | Tapped

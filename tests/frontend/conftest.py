@@ -31,12 +31,14 @@ from transport.messages import (
     FINISH_LENGTH,
     FINISH_STOP,
     RUNNING,
+    CacheCommand,
     Cancel,
     Encode,
     Encoded,
     Finished,
     Message,
     ModelInfo,
+    Query,
     RequestFailed,
     Serving,
     StageTimes,
@@ -256,9 +258,13 @@ class ServedFrontend:
         client = self.router.client = RouterClient(self.router.send, metrics)
         self.gate = Gate(self.settings, client, metrics)
 
-        async def ask_daemon(what: str) -> bytes:
-            return f"answer to {what}".encode()
+        async def ask_daemon(question: Query | CacheCommand) -> bytes:
+            if isinstance(question, CacheCommand):
+                return json.dumps(self.cache_reports).encode()
+            return f"answer to {question.what}".encode()
 
+        self.cache_reports: list[dict[str, object]] = []
+        """What the daemon says about the workers' caches."""
         self.services = Services(
             settings=self.settings,
             router=client,

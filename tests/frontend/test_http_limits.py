@@ -230,6 +230,21 @@ def test_daemon_answers(serve, request_http):
     assert request_http(server, "GET", "/deepinfer/state").body == b"answer to state"
 
 
+def test_a_flush_tells_what_each_cache_held_or_which_worker_is_silent(serve, request_http):
+    server = serve()
+    held = {"enabled": True, "pages_used": 7, "states_used": 2}
+    server.cache_reports = [
+        {"process": "worker/0", "pid": 1, "cache": held},
+        {"process": "worker/1", "pid": 2, "cache": {"enabled": False}},
+    ]
+    answer = request_http(server, "POST", "/deepinfer/cache/flush")
+    assert answer.json == {"flushed": [{"worker": "worker/0", "pages": 7, "states": 2}]}
+    server.cache_reports[1] = {"process": "worker/1", "pid": 2, "problem": "it is stopped"}
+    answer = request_http(server, "POST", "/deepinfer/cache/flush")
+    assert answer.status == 503
+    assert "worker/1: it is stopped" in answer.json["error"]["message"]
+
+
 def test_the_access_log_has_counts_and_no_text(serve, request_http, caplog):
     caplog.set_level(logging.INFO, logger="frontend.access")
     server = serve()

@@ -15,7 +15,7 @@ from daemon.errors import DeepInferError
 from daemon.inspection_client import InspectionClient
 from daemon.report_types import CommandReport
 from daemon.run_directory import find_run_directory
-from transport.messages import DumpStacks, SetLogLevel
+from transport.messages import ProcessCommand
 
 COMMAND_SECONDS: Final = 8.0
 """More than the daemon waits for its processes."""
@@ -31,7 +31,7 @@ Process = Annotated[
 
 
 def carry_out(
-    command: DumpStacks | SetLogLevel,
+    command: ProcessCommand,
     render: Callable[[list[CommandReport]], RenderableType],
     instance: str,
     run_dir: Path | None,

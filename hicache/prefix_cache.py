@@ -1,0 +1,440 @@
+"""One rank's prefix cache: what a prompt may load, what a finished prefill stores.
+
+No row is copied here. A caller looks up, copies up what the `Hit` names, and releases it; or begins a
+store, copies down what the `StorePlan` names, and commits it when the last byte has arrived. In
+between, slots are pinned or belong to the plan, so nobody reads a row that is not whole and nobody
+overwrites one that is read. Nothing here waits: what does not fit is skipped and counted.
+
+A hit ends at a page border, leaves at least `replay_tokens` tokens to compute, and, for models with
+states, ends where a state was stored.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from hicache.announcements import Announcements
+from hicache.host_pool import HostPool
+from hicache.index import NO_SLOT, PinnedPrefix
+from hicache.keys import PromptKeys, TokenArray, prompt_keys
+from hicache.outcomes import (
+    AnchorState,
+    Announcement,
+    Hit,
+    Miss,
+    MissReason,
+    SkipReason,
+    StorePlan,
+)
+from hicache.pool_slots import PoolSlots
+from hicache.slot_headers import SlotArray
+from hicache.stats import CacheCounts, CacheStats, MissRecord, TopPrefix
+
+_RECENT_MISSES: Final = 64
+
+
+class _NotedMiss(NamedTuple):
+    stamp: int
+    prompt_tokens: int
+    hit_tokens: int
+    matched_tokens: int
+    reason: MissReason
+
+
+class PrefixCache:
+    """The cache over one host pool. Not thread-safe: the worker's loop owns it."""
+
+    def __init__(
+        self,
+        pool: HostPool,
+        *,
+        page_tokens: int,
+        replay_tokens: int,
+        max_pending_bytes: int,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """Serve what the pool holds already.
+
+        Args:
+            pool: mapped; this object alone writes its headers from now on.
+            page_tokens: tokens a page.
+            replay_tokens: trailing prompt tokens that no hit may cover, at least 1.
+            max_pending_bytes: while stores under way have this much to copy, others are skipped.
+            clock: nanoseconds that go on from one process to the next.
+        """
+        self._geometry = pool.geometry
+        self._has_states = pool.geometry.state_bytes > 0
+        self._page_tokens = page_tokens
+        self._replay_tokens = replay_tokens
+        self._max_pending_bytes = max_pending_bytes
+        self._slots = PoolSlots(pool, clock)
+        self._serials = count()
+        self._hits: dict[int, Hit] = {}
+        self._plans: dict[int, StorePlan] = {}
+        self._pending_bytes = 0
+        # What the plans will add, unless they were flushed meanwhile.
+        self._storing_pages: set[bytes] = set()
+        self._storing_states: set[bytes] = set()
+        self._flushed_plans: set[int] = set()
+        self._announcements = Announcements()
+        self._counts = CacheCounts()
+        self._misses: deque[_NotedMiss] = deque(maxlen=_RECENT_MISSES)
+
+    # ---- prompts ------------------------------------------------------------------------------
+
+    def keys(self, tokens: TokenArray, salt: str = "") -> PromptKeys:
+        """What all other calls take; compute it once per request."""
+        return prompt_keys(
+            tokens,
+            fingerprint=self._geometry.fingerprint,
+            salt=salt,
+            page_tokens=self._page_tokens,
+        )
+
+    def anchors(self, num_tokens: int) -> tuple[int, ...]:
+        """Where a prefill of `num_tokens` tokens should leave states, longest first; none for models
+        without states.
+
+        The first serves a longer next turn, the second the same prompt again.
+        """
+        if not self._has_states:
+            return ()
+        ends = (num_tokens // self._page_tokens, self._most_pages(num_tokens))
+        return tuple(end * self._page_tokens for end in dict.fromkeys(ends) if end)
+
+    def _most_pages(self, num_tokens: int) -> int:
+        """The longest hit that a prompt may have."""
+        return max(0, num_tokens - self._replay_tokens) // self._page_tokens
+
+    # ---- loading ------------------------------------------------------------------------------
+
+    def lookup(self, prompt: PromptKeys) -> Hit | Miss:
+        """Find the longest prefix that may be loaded, and keep it there until `release`."""
+        self._counts.lookups += 1
+        self._counts.queried_tokens += prompt.num_tokens
+        limit = self._most_pages(prompt.num_tokens)
+        pages = self._slots.index.match(prompt.keys[:limit])
+        matched = len(pages) * self._page_tokens
+        state = NO_SLOT
+        if self._has_states:
+            pages, state = self._snap_to_state(pages)
+        num_tokens = len(pages) * self._page_tokens
+        if num_tokens < matched:
+            self._counts.capped_by_state += 1
+            self._counts.capped_tokens += matched - num_tokens
+            self._note_miss(prompt, num_tokens, matched, MissReason.NO_STATE)
+        if num_tokens:
+            return self._hit(PinnedPrefix(pages, state), num_tokens, matched)
+        if matched:
+            return self._miss(MissReason.NO_STATE, matched)
+        reason = MissReason.NO_PREFIX if limit else MissReason.TOO_SHORT
+        self._note_miss(prompt, 0, 0, reason)
+        return self._miss(reason, 0)
+
+    def release(self, hit: Hit) -> None:
+        """The hit's rows are not read any more.
+
+        Raises:
+            KeyError: it was released before.
+        """
+        del self._hits[hit.serial]
+        self._slots.unpin(hit.prefix)
+
+    def _snap_to_state(self, pages: SlotArray) -> tuple[SlotArray, int]:
+        index = self._slots.index
+        for end in range(len(pages), 0, -1):
+            state = index.state(int(pages[end - 1]))
+            if state != NO_SLOT:
+                return pages[:end], state
+        return pages[:0], NO_SLOT
+
+    def _hit(self, prefix: PinnedPrefix, num_tokens: int, matched: int) -> Hit:
+        hit = Hit(num_tokens, prefix, matched, next(self._serials))
+        self._hits[hit.serial] = hit
+        self._slots.pin(prefix, self._slots.next_stamp())
+        self._slots.index.count_hit(prefix.pages)
+        self._counts.hits += 1
+        self._counts.hit_tokens += num_tokens
+        return hit
+
+    def _miss(self, reason: MissReason, matched: int) -> Miss:
+        self._counts.misses[reason] = self._counts.misses.get(reason, 0) + 1
+        return Miss(reason, matched)
+
+    def _note_miss(self, prompt: PromptKeys, hit: int, matched: int, reason: MissReason) -> None:
+        stamp = self._slots.next_stamp()
+        self._misses.append(_NotedMiss(stamp, prompt.num_tokens, hit, matched, reason))
+
+    # ---- storing ------------------------------------------------------------------------------
+
+    def begin_store(
+        self, prompt: PromptKeys, anchors: Sequence[int] | None = None
+    ) -> StorePlan | None:
+        """Say which rows of a finished prefill to copy, and where to.
+
+        Pages that are there, or that another plan is storing, are left out.
+
+        Args:
+            prompt: the computed prompt.
+            anchors: positions, at page borders, whose state the engine still has; by default
+                `self.anchors`. Pages past the longest of them are not stored: nothing could hit them.
+
+        Returns:
+            None: there is nothing to copy, or it was skipped (see `CacheCounts.skipped_stores`).
+
+        Raises:
+            ValueError: an anchor is not at a page border of the prompt.
+        """
+        ends = self._anchor_pages(prompt, anchors)
+        keys = prompt.keys[: ends[0] if ends else 0] if self._has_states else prompt.keys
+        stamp = self._slots.next_stamp()
+        prefix = PinnedPrefix(self._slots.index.match(keys), NO_SLOT)
+        self._slots.pin(prefix, stamp)
+        plan = self._plan_rows(keys, ends, prefix, stamp)
+        if plan is None:
+            self._slots.unpin(prefix)
+            return None
+        self._plans[plan.serial] = plan
+        self._pending_bytes += plan.num_bytes
+        self._storing_pages.update(plan.keys[page] for page in plan.page_indexes.tolist())
+        self._storing_states.update(self._state_key(plan, state) for state in plan.states)
+        return plan
+
+    def _anchor_pages(self, prompt: PromptKeys, anchors: Sequence[int] | None) -> list[int]:
+        """How many pages lie before each anchor, most first; none for models without states."""
+        if not self._has_states:
+            return []
+        wanted = self.anchors(prompt.num_tokens) if anchors is None else anchors
+        for at in wanted:
+            if at % self._page_tokens or not 0 <= at <= prompt.num_tokens:
+                raise ValueError(
+                    f"A state cannot be kept at token {at} of {prompt.num_tokens}: it belongs to a "
+                    f"multiple of {self._page_tokens} within the prompt."
+                )
+        return sorted({at // self._page_tokens for at in wanted} - {0}, reverse=True)
+
+    def _plan_rows(
+        self, keys: tuple[bytes, ...], ends: list[int], prefix: PinnedPrefix, stamp: int
+    ) -> StorePlan | None:
+        """Choose what to store of the prompt beyond `prefix`, and take slots for it."""
+        if self._has_states:
+            missing = [end for end in ends if not self._has_state(keys[end - 1])]
+            ends = missing[: self._slots.room_for_states]
+            if missing and not ends:
+                self._skip(SkipReason.STATES_PINNED)
+                return None
+            keys = keys[: ends[0] if ends else 0]
+        pages = [
+            page
+            for page in range(len(prefix.pages), len(keys))
+            if keys[page] not in self._storing_pages
+        ]
+        room = self._slots.room_for_pages
+        if len(pages) > room:
+            self._skip(SkipReason.PAGES_PINNED)
+            if self._has_states:  # a part is of no use without the state at its end
+                return None
+            pages = pages[:room]
+        if not pages and not ends:
+            return None
+        geometry = self._geometry
+        num_bytes = len(pages) * geometry.page_bytes + len(ends) * geometry.state_bytes
+        # A prompt larger than the limit may go, alone.
+        if self._plans and self._pending_bytes + num_bytes > self._max_pending_bytes:
+            self._skip(SkipReason.PENDING)
+            return None
+        page_slots = self._slots.take_pages(len(pages))
+        state_slots = self._slots.take_states(len(ends)).tolist()
+        states = tuple(
+            AnchorState(end * self._page_tokens, slot)
+            for end, slot in zip(ends, state_slots, strict=True)
+        )
+        return StorePlan(
+            page_indexes=np.array(pages, np.int32),
+            page_slots=page_slots,
+            states=states,
+            num_bytes=num_bytes,
+            keys=keys,
+            prefix=prefix,
+            stamp=stamp,
+            serial=next(self._serials),
+        )
+
+    def commit(self, plan: StorePlan) -> None:
+        """All rows of the plan have arrived: serve them.
+
+        Raises:
+            KeyError: the plan was committed or abandoned before.
+        """
+        self._end(plan)
+        num_pages, states = 0, []
+        if plan.serial in self._flushed_plans:
+            self._skip(SkipReason.FLUSHED)
+        else:
+            num_pages = self._commit_pages(plan)
+            states = [
+                state
+                for state in plan.states
+                if self._slots.publish_state(state.slot, self._state_key(plan, state), plan.stamp)
+            ]
+            if (num_pages, len(states)) != (len(plan.page_slots), len(plan.states)):
+                self._skip(SkipReason.PREFIX_LOST)
+        self._counts.stored_pages += num_pages
+        self._counts.stored_states += len(states)
+        self._free(plan.page_slots[num_pages:], [s for s in plan.states if s not in states])
+        self._flushed_plans.discard(plan.serial)
+        self._slots.unpin(plan.prefix)
+
+    def abandon(self, plan: StorePlan) -> None:
+        """The copy failed or will not be made, and nothing writes to the plan's rows any more.
+
+        Raises:
+            KeyError: the plan was committed or abandoned before.
+        """
+        self._end(plan)
+        self._flushed_plans.discard(plan.serial)
+        self._free(plan.page_slots, plan.states)
+        self._slots.unpin(plan.prefix)
+
+    def _commit_pages(self, plan: StorePlan) -> int:
+        indexes = plan.page_indexes.tolist()
+        return self._slots.publish_pages(
+            plan.page_slots,
+            [plan.keys[page] for page in indexes],
+            [plan.keys[page - 1] if page else None for page in indexes],
+            plan.stamp,
+        )
+
+    def _end(self, plan: StorePlan) -> None:
+        del self._plans[plan.serial]
+        self._pending_bytes -= plan.num_bytes
+        if plan.serial not in self._flushed_plans:
+            self._storing_pages.difference_update(plan.keys[p] for p in plan.page_indexes.tolist())
+            self._storing_states.difference_update(self._state_key(plan, s) for s in plan.states)
+
+    def _free(self, pages: SlotArray, states: Sequence[AnchorState]) -> None:
+        self._slots.free_pages(pages)
+        self._slots.free_states(np.array([state.slot for state in states], np.int32))
+
+    def _has_state(self, key: bytes) -> bool:
+        """Whether the prefix has a state, or will have."""
+        page = self._slots.index.page(key)
+        stored = page is not None and self._slots.index.state(page) != NO_SLOT
+        return stored or key in self._storing_states
+
+    def _state_key(self, plan: StorePlan, state: AnchorState) -> bytes:
+        return plan.keys[state.position // self._page_tokens - 1]
+
+    def _skip(self, reason: SkipReason) -> None:
+        self._counts.skipped_stores[reason] = self._counts.skipped_stores.get(reason, 0) + 1
+
+    def flush(self) -> None:
+        """Forget everything. Hits go on reading their rows; stores under way will not be served."""
+        self._counts.flushes += 1
+        self._flushed_plans.update(self._plans)
+        self._storing_pages.clear()
+        self._storing_states.clear()
+        self._slots.flush()
+
+    # ---- prefills under way -------------------------------------------------------------------
+
+    def announce(self, prompt: PromptKeys, anchors: Sequence[int] | None = None) -> Announcement:
+        """Say that this prompt is being computed and will be stored with these anchors.
+
+        `withdraw` it when its store is committed or abandoned, or when the prefill is aborted.
+        """
+        if not self._has_states:
+            return self._announcements.open(prompt.keys)
+        ends = self._anchor_pages(prompt, anchors)
+        return self._announcements.open([prompt.keys[end - 1] for end in ends])
+
+    def withdraw(self, announcement: Announcement) -> None:
+        """The announced prefill is over, well or not. Idempotent."""
+        self._announcements.close(announcement)
+
+    def longest_announced(self, prompt: PromptKeys) -> int:
+        """Tokens of the longest hit that the announced prefills will make possible; 0: of none."""
+        keys = prompt.keys[: self._most_pages(prompt.num_tokens)]
+        return self._announcements.longest(keys) * self._page_tokens
+
+    # ---- for people ---------------------------------------------------------------------------
+
+    def stats(self) -> CacheStats:
+        """The cache now, O(pages)."""
+        slots, oldest = self._slots, self._slots.index.oldest_use()
+        self._counts.evicted_pages = slots.evicted_pages
+        self._counts.evicted_states = slots.evicted_states
+        return CacheStats(
+            counts=msgspec.structs.replace(
+                self._counts,
+                misses=dict(self._counts.misses),
+                skipped_stores=dict(self._counts.skipped_stores),
+            ),
+            num_pages=self._geometry.num_pages,
+            pages_used=slots.index.num_pages,
+            pages_free=slots.num_free_pages,
+            pages_pinned=slots.index.num_pinned_pages,
+            num_states=self._geometry.num_states,
+            states_used=slots.index.num_states,
+            states_free=slots.num_free_states,
+            pending_bytes=self._pending_bytes,
+            oldest_page_seconds=0.0 if oldest is None else slots.seconds_since(oldest),
+            recovered_pages=slots.recovered_pages,
+            recovered_states=slots.recovered_states,
+        )
+
+    def top_prefixes(self, limit: int) -> list[TopPrefix]:
+        """The prefixes with the highest length times hits, O(pages)."""
+        return [
+            TopPrefix(
+                num_tokens=use.pages * self._page_tokens,
+                hits=use.hits,
+                idle_seconds=self._slots.seconds_since(use.last_use),
+                has_state=use.has_state,
+            )
+            for use in self._slots.index.most_used(limit)
+        ]
+
+    def recent_misses(self) -> list[MissRecord]:
+        """Why the last misses missed, newest first; hits that a missing state cut short included."""
+        return [
+            MissRecord(
+                seconds_ago=self._slots.seconds_since(miss.stamp),
+                prompt_tokens=miss.prompt_tokens,
+                hit_tokens=miss.hit_tokens,
+                matched_tokens=miss.matched_tokens,
+                reason=miss.reason,
+            )
+            for miss in reversed(self._misses)
+        ]
+
+    def check_integrity(self) -> None:
+        """Verify everything, O(slots): for tests and idle moments.
+
+        Raises:
+            AssertionError: something is wrong; the message says what.
+        """
+        plans = list(self._plans.values())
+        uses = [hit.prefix for hit in self._hits.values()] + [plan.prefix for plan in plans]
+        pages = [slot for plan in plans for slot in plan.page_slots.tolist()]
+        states = [state.slot for plan in plans for state in plan.states]
+        self._slots.check_integrity(uses, np.array(pages, np.int32), np.array(states, np.int32))
+        self._announcements.check_integrity()
+        live = [plan for plan in plans if plan.serial not in self._flushed_plans]
+        storing = [plan.keys[page] for plan in live for page in plan.page_indexes.tolist()]
+        anchors = [self._state_key(plan, state) for plan in live for state in plan.states]
+        if sorted(storing) != sorted(self._storing_pages):
+            raise AssertionError("a page is being stored twice, or not by a plan")
+        if sorted(anchors) != sorted(self._storing_states):
+            raise AssertionError("a state is being stored twice, or not by a plan")
+        if self._pending_bytes != sum(plan.num_bytes for plan in plans):
+            raise AssertionError("the pending bytes are not those of the plans")
+        if not self._flushed_plans <= self._plans.keys():
+            raise AssertionError("a plan that is over is remembered as flushed")

@@ -1,0 +1,70 @@
+"""Copies of rows between a device pool and the host pool.
+
+A device row may be longer than its host row: of a state, only the first part is kept. The calls
+return at once where the device works on its own; a copy is over when its `PendingCopy` says so.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from hicache.host_pool import RowArray
+from hicache.runs import IndexArray, merge_runs
+
+
+class PendingCopy(Protocol):
+    """A copy that was started."""
+
+    def done(self) -> bool:
+        """Whether all its bytes have arrived. Never blocks."""
+        ...
+
+
+class RowCopier(Protocol):
+    """Copies between the rows of one device pool and one host pool."""
+
+    def upload(self, device_rows: IndexArray, host_rows: IndexArray) -> PendingCopy:
+        """Copy host row `host_rows[i]` into device row `device_rows[i]`, for all i.
+
+        What the device runs later reads the new rows. Host rows must stay as they are until `done`.
+        """
+        ...
+
+    def download(self, device_rows: IndexArray, host_rows: IndexArray) -> PendingCopy:
+        """Copy device row `device_rows[i]` into host row `host_rows[i]`, for all i.
+
+        It reads what the device wrote before the call. What the device runs later may overwrite
+        the device rows.
+        """
+        ...
+
+
+class _Done:
+    def done(self) -> bool:
+        return True
+
+
+class CpuRowCopier:
+    """Both pools are host memory; a copy is over when its call returns."""
+
+    def __init__(self, device_rows: torch.Tensor, host_rows: RowArray) -> None:
+        """Args:
+        device_rows: uint8, shape [rows, at least the host row's bytes], on the CPU.
+        host_rows: uint8, shape [slots, bytes].
+        """
+        self._host = torch.from_numpy(host_rows)
+        self._device = device_rows[:, : host_rows.shape[1]]
+
+    def upload(self, device_rows: IndexArray, host_rows: IndexArray) -> PendingCopy:
+        """See `RowCopier`."""
+        for device, host, length in zip(*merge_runs(device_rows, host_rows), strict=True):
+            self._device[device : device + length].copy_(self._host[host : host + length])
+        return _Done()
+
+    def download(self, device_rows: IndexArray, host_rows: IndexArray) -> PendingCopy:
+        """See `RowCopier`."""
+        for device, host, length in zip(*merge_runs(device_rows, host_rows), strict=True):
+            self._host[host : host + length].copy_(self._device[device : device + length])
+        return _Done()

@@ -1,0 +1,173 @@
+"""A pool describes itself: what one process left, the next serves, and only that."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from hicache.errors import HostPoolError
+from hicache.host_pool import HostPool, PoolGeometry
+from hicache.segment import create_segment
+
+PLENTY = 1 << 40
+GEOMETRY = PoolGeometry("model", page_bytes=5000, num_pages=7, state_bytes=300, num_states=3)
+
+
+@pytest.fixture
+def segment():
+    fd = create_segment("test")
+    yield fd
+    os.close(fd)
+
+
+@contextlib.contextmanager
+def attached(fd: int, geometry: PoolGeometry = GEOMETRY):
+    pool = HostPool(fd, geometry, PLENTY)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def slots(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int32)
+
+
+def publish_one(pool: HostPool, slot: int, key: bytes, parent: bytes = bytes(16), depth: int = 0):
+    pool.pages.begin_write(slots(slot))
+    pool.page_rows[slot] = key[0]
+    pool.pages.publish(slots(slot), [key], [parent], np.array([depth], np.uint32), 77)
+
+
+def test_budget_is_for_pages_alone():
+    """32 GiB of pages of 114 048 bytes, and 4096 states beside them."""
+    geometry = PoolGeometry.from_budget("m", 32 << 30, 114_048, 1_415_040, 4096)
+    assert (geometry.num_pages, geometry.num_states) == (301_274, 4096)
+    assert geometry.total_bytes - (32 << 30) - 4096 * 1_415_040 < 32 << 20
+    assert PoolGeometry.from_budget("m", 1 << 20, 1000, 0, 4096).num_states == 0
+
+
+def test_a_budget_below_one_page_is_refused():
+    with pytest.raises(HostPoolError, match="--hicache-size-gb"):
+        PoolGeometry.from_budget("m", 999, 1000, 0, 0)
+    with pytest.raises(HostPoolError, match="--hicache-state-slots"):
+        PoolGeometry.from_budget("m", 5000, 1000, 10, 0)
+
+
+def test_rows_are_packed_aligned_at_their_start_and_apart_from_all_else(segment):
+    with attached(segment) as pool:
+        base = pool.memory.ctypes.data
+        assert (pool.page_rows.ctypes.data - base) % 4096 == 0
+        assert (pool.state_rows.ctypes.data - base) % 4096 == 0
+        assert pool.page_rows[1].ctypes.data - pool.page_rows[0].ctypes.data == 5000
+        pool.page_rows[:] = 255
+        assert not pool.state_rows.any()
+        pool.state_rows[:] = 255
+        assert not pool.pages.valid_slots() and not pool.states.valid_slots()
+    with attached(segment) as pool:
+        assert pool.recovered and pool.page_rows.all() and pool.state_rows.all()
+
+
+def test_headers_and_rows_outlive_the_mapping(segment):
+    with attached(segment) as pool:
+        assert not pool.recovered
+        publish_one(pool, 4, b"a" * 16)
+        publish_one(pool, 2, b"b" * 16, parent=b"a" * 16, depth=1)
+    with attached(segment) as pool:
+        assert pool.recovered
+        first, second = pool.pages.valid_slots()
+        assert first == (4, b"a" * 16, bytes(16), 0, 77)
+        assert second == (2, b"b" * 16, b"a" * 16, 1, 77)
+        assert (pool.page_rows[4] == ord("a")).all()
+
+
+def test_a_slot_is_invalid_from_the_moment_its_row_may_change(segment):
+    with attached(segment) as pool:
+        publish_one(pool, 1, b"a" * 16)
+        pool.pages.begin_write(slots(1))
+    with attached(segment) as pool:
+        assert pool.pages.valid_slots() == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        PoolGeometry("other model", 5000, 7, 300, 3),
+        PoolGeometry("model", 5001, 7, 300, 3),
+        PoolGeometry("model", 5000, 8, 300, 3),
+        PoolGeometry("model", 5000, 7, 301, 3),
+        PoolGeometry("model", 5000, 7, 300, 2),
+        PoolGeometry("model", 5000, 7),
+    ],
+)
+def test_a_pool_made_for_anything_else_is_wiped(segment, other):
+    with attached(segment) as pool:
+        publish_one(pool, 1, b"a" * 16)
+        pool.state_rows[:] = 3
+    with attached(segment, other) as pool:
+        assert not pool.recovered
+        assert not pool.pages.valid_slots() and not pool.states.valid_slots()
+    with attached(segment) as pool:
+        assert not pool.recovered, "nor is it served when the first model comes back"
+        assert not pool.pages.valid_slots()
+
+
+@pytest.mark.parametrize("byte", range(64))
+def test_a_changed_header_is_not_believed(segment, byte):
+    """Any byte of it: but for the time of the last use, which harms nobody."""
+    with attached(segment) as pool:
+        publish_one(pool, 1, b"a" * 16)
+        pool.memory[4096 + 64 + byte] ^= 1
+        damaged = pool.pages.damaged().tolist()
+        valid = [found.slot for found in pool.pages.valid_slots()]
+    last_use = range(48, 56)
+    status = range(32, 36)
+    if byte in status:
+        assert valid == []
+    else:
+        assert damaged == ([] if byte in last_use else [1])
+
+
+def test_two_processes_cannot_have_it_at_once(segment):
+    program = (
+        "import sys\n"
+        "from hicache.host_pool import HostPool, PoolGeometry\n"
+        "from hicache.errors import HostPoolError\n"
+        "try: HostPool(int(sys.argv[1]), PoolGeometry('model', 5000, 7, 300, 3), 1 << 40)\n"
+        "except HostPoolError as error: sys.exit(f'refused: {error}')\n"
+    )
+
+    def other_process() -> str:
+        command = [sys.executable, "-c", program, str(segment)]
+        done = subprocess.run(
+            command, pass_fds=[segment], capture_output=True, text=True, check=False
+        )
+        return done.stderr
+
+    with attached(segment):
+        assert "refused: The host pool is still mapped" in other_process()
+    assert other_process() == ""
+    with attached(segment) as pool:
+        assert pool.recovered
+
+
+def test_closing_while_somebody_reads_is_an_error(segment):
+    pool = HostPool(segment, GEOMETRY, PLENTY)
+    rows = pool.page_rows
+    with pytest.raises(BufferError):
+        pool.close()
+    assert rows.shape == (7, 5000)
+    del rows
+    pool.close()
+
+
+def test_a_pool_that_does_not_fit_leaves_nothing_locked(segment):
+    with pytest.raises(HostPoolError, match="are available"):
+        HostPool(segment, GEOMETRY, 100)
+    with attached(segment) as pool:
+        assert not pool.recovered

@@ -129,7 +129,8 @@ class Chaos:
     def around(self, begin: float, end: float) -> str:
         """The losses that were felt then, for a log."""
         return ", ".join(
-            f"{x.name} {'frozen' if x.frozen else 'killed'} {end - x.at:.1f} s before"
+            f"{x.name} {'frozen' if x.frozen else 'killed'} {end - x.at:.2f} s before"
+            + ("" if x.ended_at is None else f", ended {end - x.ended_at:.2f} s before")
             for x in self.losses
             if x.at <= end and (x.recovered_after is None or x.at + x.recovered_after >= begin)
         )

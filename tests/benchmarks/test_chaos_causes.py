@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.chaos_causes import NOTICE_SECONDS, Failure, Loss, find_cause
+from benchmarks.chaos_causes import EARLY_SECONDS, NOTICE_SECONDS, Failure, Loss, find_cause
 from benchmarks.chaos_requests import Answer, Asked
 
 LOST_AT = 100.0
@@ -33,7 +33,7 @@ def test_a_connection_breaks_when_a_frontend_ends(status):
 
 @pytest.mark.parametrize(
     ("began", "ended"),
-    [(98.0, LOST_AT - 2 * NOTICE_SECONDS), (99.0, LOST_AT + 2 * NOTICE_SECONDS), (100.1, 100.2)],
+    [(98.0, LOST_AT - 2 * EARLY_SECONDS), (99.0, LOST_AT + 2 * NOTICE_SECONDS), (100.1, 100.2)],
     ids=["broken before", "broken long after", "sent after"],
 )
 def test_a_connection_that_breaks_at_another_time_is_unexplained(began, ended):
@@ -52,7 +52,7 @@ def test_requests_at_a_router_fail_when_it_ends(status):
     loss = make_loss("router")
     failure = {"status": status, "error": "router_lost"}
     assert find_cause(make_failure(90.0, 100.3, **failure), [loss]) is loss
-    assert find_cause(make_failure(90.0, 103.0, **failure), [loss]) is None
+    assert find_cause(make_failure(90.0, 100.1 + NOTICE_SECONDS, **failure), [loss]) is None
 
 
 def test_nobody_is_let_in_until_a_router_serves_again():

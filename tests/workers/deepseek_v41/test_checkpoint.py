@@ -259,31 +259,7 @@ def test_an_empty_directory_is_refused(tmp_path):
 
 
 def test_sizes_of_the_released_checkpoint():
-    config = replace(
-        CONFIG,
-        vocab_size=129280,
-        hidden_size=5120,
-        num_hidden_layers=40,
-        num_attention_heads=64,
-        head_dim=512,
-        qk_rope_head_dim=64,
-        q_lora_rank=1280,
-        o_groups=8,
-        o_lora_rank=1024,
-        compress_ratios=(0,) * 2 + (2,) * 18 + (1,) * 20,
-        kv_source_layer_ids=(2, 8, 14, 20),
-        index_source_layer_ids=(2, 8, 14, 20, 24, 28, 32, 36),
-        candidate_source_layer_id=20,
-        index_n_heads=32,
-        index_head_dim=128,
-        n_routed_experts=384,
-        num_experts_per_tok=6,
-        moe_intermediate_size=2304,
-        engram_layer_ids=(1, 14),
-        engram_num_embeddings=(384006168, 384016682),
-        engram_n_heads=8,
-        engram_head_dim=256,
-    )
+    config = read_config(TINY.with_name("v41_released"))
     item = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "I8": 1}
     experts = tables = rest = 0
     for name, tensor in expected_tensors(config).items():

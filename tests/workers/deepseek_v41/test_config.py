@@ -8,30 +8,17 @@ from pathlib import Path
 import pytest
 
 from workers.engine import ModelLoadError
-from workers.models.deepseek_v41.config import ModelConfig, Quantization
+from workers.models.deepseek_v41.config import Quantization
 from workers.models.deepseek_v41.config_file import parse_config, read_config
 
 TINY = Path(__file__).parents[2] / "data" / "v41_tiny"
 QUANTISED = TINY.with_name("v41_tiny_quant")
+RELEASED = TINY.with_name("v41_released")
 
 
 @pytest.fixture
 def tree() -> dict:
     return json.loads((TINY / "config.json").read_text())
-
-
-def released_config() -> ModelConfig:
-    """The published sizes, where roles are known from the checkpoint's own tensor names."""
-    ratios = (0,) * 2 + (2,) * 18 + (1,) * 20
-    return replace(
-        read_config(TINY),
-        num_hidden_layers=40,
-        compress_ratios=ratios,
-        kv_source_layer_ids=(2, 8, 14, 20),
-        index_source_layer_ids=(2, 8, 14, 20, 24, 28, 32, 36),
-        candidate_source_layer_id=20,
-        engram_layer_ids=(1, 14),
-    )
 
 
 def test_both_fixtures_are_read():
@@ -50,7 +37,8 @@ def test_generation_config_has_the_last_word_on_end_tokens(tmp_path, tree):
 
 
 def test_roles_of_the_released_model():
-    config = released_config()
+    config = read_config(RELEASED)
+    assert len(config.roles) == 40
     assert config.first_decoder_layer == 20
     roles = config.roles
     assert [r.layer for r in roles if r.writes_kv] == [2, 8, 14, 20]

@@ -39,19 +39,7 @@ def test_constants_of_the_fixture(golden):
 
 
 def test_constants_of_the_released_model():
-    config = replace(
-        CONFIG,
-        num_hidden_layers=40,
-        compress_ratios=(0,) * 2 + (2,) * 18 + (1,) * 20,
-        kv_source_layer_ids=(2, 8, 14, 20),
-        index_source_layer_ids=(2, 8, 14, 20),
-        candidate_source_layer_id=20,
-        engram_layer_ids=(1, 14),
-        engram_num_embeddings=(384006168, 384016682),
-        engram_vocab_size=16000000,
-        engram_n_heads=8,
-        engram_compressed_vocab_size=99092,
-    )
+    config = read_config(TINY.with_name("v41_released"))
     constants = hash_constants(config)
     assert constants.multipliers.tolist() == [
         [76632096046245, 4839876093313, 35959672319349, 73987337458391],

@@ -6,7 +6,7 @@ order of processing is: penalties, logit bias, `min_tokens` ban, temperature, to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -85,6 +85,20 @@ class SampledTokens:
     top_ids: Tensor | None = None
     """int64 [rows with logprobs, largest k]."""
     top_logprobs: Tensor | None = None
+
+    def to_host(self) -> SampledTokens:
+        """The same on the host; from a GPU complete once the work queued so far is."""
+
+        def fetch(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to("cpu", non_blocking=True)
+
+        return replace(
+            self,
+            tokens=self.tokens.to("cpu", non_blocking=True),
+            chosen=fetch(self.chosen),
+            top_ids=fetch(self.top_ids),
+            top_logprobs=fetch(self.top_logprobs),
+        )
 
     def host_logprobs(self) -> dict[int, TokenLogprobs]:
         """Logprobs by row; the tensors must be on the host."""

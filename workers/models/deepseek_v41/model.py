@@ -56,7 +56,7 @@ class Layer(nn.Module):
         self.attn = Attention(config, role, dtype)
         self.hc_attn = HyperConnection(config)
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.ffn = MoE(config, Experts(config, dtype), dtype)
+        self.ffn = MoE(config, Experts(config), dtype)
         self.hc_ffn = HyperConnection(config)
 
     def attention_input(
@@ -148,7 +148,6 @@ class DeepseekV41(nn.Module):
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.config = config
-        self.dtype = dtype
         self.window_rope = window_rope(config, device)
         self.compressed_rope = compressed_rope(config, device)
         self.embed = Linear(config.hidden_size, config.vocab_size, dtype)

@@ -33,8 +33,6 @@ class Gate(nn.Module):
         self.factor = config.routed_scaling_factor
         self.weight = float32_parameter(config.n_routed_experts, config.hidden_size)
         self.bias = float32_parameter(config.n_routed_experts)
-        self.bias_vl = float32_parameter(config.n_routed_experts)
-        """Used for image tokens; kept because the checkpoint has it."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Experts of each token, int64 [T,k], and their weights, float32 [T,k]."""

@@ -46,6 +46,7 @@ class ServingCaches:
             source: entries_per_page(config.compress_ratios[source])
             for source in config.kv_source_layer_ids
         }
+        self._first_decoder = config.first_decoder_layer
         self._head_dim = config.head_dim
 
     # ---- windows ----------------------------------------------------------------------------------
@@ -53,7 +54,7 @@ class ServingCaches:
     def window_ring(self, layer: int) -> Tensor:
         """uint8 [num_slots, ring, record] of a layer."""
         layout = self.layout
-        ring = layout.encoder_ring if layer < layout.encoder_layers else layout.stored_ring
+        ring = layout.encoder_ring if layer < self._first_decoder else layout.decoder_ring
         return _view(self.states, layout.window_offsets[layer], (ring, layout.records.window))
 
     def exchange_window(self, layer: int, slots: Tensor, rows: Rows, window_kv: Tensor) -> Tensor:

@@ -53,9 +53,11 @@ class ServingLayout:
     state_tensors: tuple[TensorSlice, ...]
     encoder_ring: int
     """Entries of an encoder layer's window ring in a device slot."""
+    decoder_ring: int
     stored_ring: int
-    """Entries of a ring in a stored state, and of a decoder layer's ring."""
-    encoder_layers: int
+    """Entries of a ring in a stored state."""
+    stored_layers: int
+    """How many of the first layers a stored state holds the windows of."""
     stored_state_bytes: int
     page_offsets: dict[int, tuple[int, int]]
     """kv source -> where its index keys and its main KV start in a page."""
@@ -65,6 +67,10 @@ class ServingLayout:
     """kv source of a ratio above 1 -> where its tail ring starts in a state."""
     tail_rings: dict[int, int]
     """kv source of a ratio above 1 -> entries of its tail ring."""
+
+    def ring_bytes(self, ring: int) -> int:
+        """Bytes from one window ring of `ring` entries to the next."""
+        return _aligned(ring * self.records.window)
 
 
 def entries_per_page(ratio: int) -> int:
@@ -101,8 +107,13 @@ def build_serving_layout(
             L - keep_tokens, can both still be cut out.
     """
     records = record_sizes(config, kv_format)
+    stored_layers = config.first_decoder_layer if keep_tokens else config.num_hidden_layers
     stored_ring = config.sliding_window + BACKTRACK_TOKENS
-    encoder_ring = stored_ring + (PAGE_TOKENS + keep_tokens if store_anchors else 0)
+    long_ring = stored_ring + (PAGE_TOKENS + max(1, keep_tokens) if store_anchors else 0)
+    rings = [
+        long_ring if layer < stored_layers else stored_ring
+        for layer in range(config.num_hidden_layers)
+    ]
     pages = _Row(kv_format)
     page_offsets = {}
     for source in config.kv_source_layer_ids:
@@ -113,15 +124,9 @@ def build_serving_layout(
         main = pages.add(f"layers.{source}.main_kv", entries, records.main, aligned=True)
         page_offsets[source] = (index, main)
     states = _Row(kv_format)
-    encoder_layers = config.first_decoder_layer
     windows = tuple(
-        states.add(
-            f"layers.{role.layer}.window_kv",
-            stored_ring if role.is_decoder else encoder_ring,
-            records.window,
-            aligned=True,
-        )
-        for role in config.roles
+        states.add(f"layers.{layer}.window_kv", ring, records.window, aligned=True)
+        for layer, ring in enumerate(rings)
     )
     tail_offsets, tail_rings = {}, {}
     for source in config.kv_source_layer_ids:
@@ -138,10 +143,11 @@ def build_serving_layout(
         page_tensors=tuple(pages.tensors),
         state_bytes=states.padded(lcm(_TENSOR_ALIGNMENT, records.window)),
         state_tensors=tuple(states.tensors),
-        encoder_ring=encoder_ring,
+        encoder_ring=rings[0],
+        decoder_ring=rings[-1],
         stored_ring=stored_ring,
-        encoder_layers=encoder_layers,
-        stored_state_bytes=encoder_layers * _aligned(stored_ring * records.window),
+        stored_layers=stored_layers,
+        stored_state_bytes=stored_layers * _aligned(stored_ring * records.window),
         page_offsets=page_offsets,
         window_offsets=windows,
         tail_offsets=tail_offsets,

@@ -126,7 +126,7 @@ class StepBuilder:
             logit_rows,
             _kept_rows(encoder, decoder),
             *row_arrays(encoder, self._layout.encoder_ring),
-            *row_arrays(decoder, self._layout.stored_ring),
+            *row_arrays(decoder, self._layout.decoder_ring),
         ]
         for ratio in ratios:
             arrays += entry_arrays(encoder, ratio, self._tail_rings[ratio], runs[ratio])
@@ -138,7 +138,7 @@ class StepBuilder:
             encoder, sent, self._window, self._layout.encoder_ring, exact=self._exact
         )
         kept_rows = build_rows(
-            decoder, sent, self._window, self._layout.stored_ring, exact=self._exact
+            decoder, sent, self._window, self._layout.decoder_ring, exact=self._exact
         )
         return Step(
             token_ids=token_ids,

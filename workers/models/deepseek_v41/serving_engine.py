@@ -1,0 +1,196 @@
+"""The engine for DeepSeek-V4.1: `Engine` over this package's model, on a CPU or one CUDA GPU."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.engine import EngineError, EngineInfo, StepPlan, StepResult
+from workers.memory_plan import pages_for
+from workers.models.deepseek_v41.slot_tables import PreparedStep, SlotTables
+from workers.models.deepseek_v41.states import cut_state, load_state
+from workers.models.deepseek_v41.step import StepBuilder
+from workers.sampler import SampledTokens, Sampler
+
+if TYPE_CHECKING:
+    from workers.models.deepseek_v41.engram_lookup import EngramLookup
+    from workers.models.deepseek_v41.model import DeepseekV41
+    from workers.models.deepseek_v41.serving_caches import ServingCaches
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A launched step: its tokens, on the device or on their way to the host."""
+
+    step: int
+    slots: list[int]
+    sampled: SampledTokens
+    done: torch.cuda.Event | None
+
+
+class DeepseekV41Engine:
+    """See `workers.engine.Engine`. Made by `create_deepseek_v41_engine`."""
+
+    def __init__(
+        self,
+        model: DeepseekV41,
+        caches: ServingCaches,
+        engram: EngramLookup | None,
+        info: EngineInfo,
+        device: torch.device,
+        *,
+        exact: bool,
+    ) -> None:
+        self._info = info
+        self._device = device
+        self._model: DeepseekV41 | None = model
+        self._caches = caches
+        self._engram = engram
+        self._tables = SlotTables(
+            StepBuilder(model.config, caches.layout, exact=exact),
+            engram,
+            info.max_num_seqs,
+            pages_for(info.max_model_len, info.layout.page_tokens),
+            device,
+        )
+        self._sampler = Sampler(info.max_num_seqs, info.vocab_size, info.eos_token_ids, device)
+        self._running: deque[_Running] = deque()
+
+    @property
+    def info(self) -> EngineInfo:
+        """See `Engine.info`."""
+        return self._info
+
+    @property
+    def caches(self) -> ServingCaches:
+        """The pools, for those who copy pages and states in and out of them.
+
+        Raises:
+            EngineError: the engine is closed.
+        """
+        self._open()
+        return self._caches
+
+    def launch(self, plan: StepPlan) -> None:
+        """See `Engine.launch`.
+
+        Raises:
+            EngineError: the engine is closed, has too many steps running, or the device failed.
+        """
+        if len(self._running) > self._info.pipeline_depth:
+            raise EngineError(
+                f"{len(self._running)} steps are running; collect one before the next launch."
+            )
+        try:
+            with torch.inference_mode():
+                self._running.append(self._start(plan))
+        except torch.OutOfMemoryError as error:
+            raise EngineError(
+                "The device ran out of memory during a step; lower the memory utilisation or the "
+                f"number of batched tokens ({error})."
+            ) from error
+        except RuntimeError as error:
+            if isinstance(error, EngineError):
+                raise
+            raise EngineError(f"The device failed during step {plan.step}: {error}") from error
+
+    def _start(self, plan: StepPlan) -> _Running:
+        model = self._open()
+        self._sampler.observe(plan.prompts)
+        prepared = self._tables.prepare(plan)
+        logits = model(prepared.step, self._caches)
+        sampled = self._sample(prepared, logits)
+        done = None
+        if self._device.type == "cuda":
+            sampled = sampled.to_host()
+            done = torch.cuda.Event()
+            done.record()
+        return _Running(plan.step, prepared.slots, sampled, done)
+
+    def _sample(self, prepared: PreparedStep, logits: Tensor | None) -> SampledTokens:
+        if logits is None or not prepared.slots:
+            return SampledTokens(prepared.slot_index, [], [])
+        sampled = self._sampler.sample(
+            logits, prepared.slots, prepared.slot_index, prepared.positions
+        )
+        self._tables.sampled(prepared, sampled.tokens)
+        return sampled
+
+    def collect(self) -> StepResult:
+        """See `Engine.collect`."""
+        if not self._running:
+            raise EngineError("No step is running.")
+        running = self._running.popleft()
+        if running.done is not None:
+            try:
+                running.done.synchronize()
+            except RuntimeError as error:
+                raise EngineError(
+                    f"The device failed during step {running.step}: {error}"
+                ) from error
+        self._tables.collected(running.slots, running.sampled.tokens)
+        return StepResult(
+            step=running.step,
+            tokens=running.sampled.tokens.numpy().astype(np.int32),
+            logprobs=running.sampled.host_logprobs(),
+        )
+
+    def logits(self, plan: StepPlan) -> Tensor:
+        """Compute a step without sampling: logits, float32 [rows,vocab_size] on the device.
+
+        A prompt step yields a row for every token that the decoder layers run on. For checks of the
+        model; a decode after it continues with the token given to `force_token`.
+        """
+        model = self._open()
+        with torch.inference_mode():
+            prepared = self._tables.prepare(plan, every_row=True)
+            logits = model(prepared.step, self._caches)
+        if logits is None:
+            return torch.empty(0, self._info.vocab_size, device=self._device)
+        assert isinstance(logits, Tensor)
+        return logits
+
+    def force_token(self, slot: int, token: int) -> None:
+        """Make `token` the next input of `slot`, as if it had been sampled."""
+        self._tables.force(slot, token)
+
+    def cut_state(self, slot: int, position: int) -> Tensor:
+        """The stored form of the state that the sequence in `slot` had after `position` tokens: uint8
+        [stored_state_bytes] on the device. Reads what all launched steps wrote.
+
+        Raises:
+            ValueError: the state is not there any more; see `cut_state`.
+        """
+        with torch.inference_mode():
+            return cut_state(self.caches, slot, position, self._tables.length(slot))
+
+    def load_state(self, slot: int, stored: Tensor, position: int) -> None:
+        """Put a stored state into `slot` before the first chunk, which starts at `position`.
+
+        Raises:
+            ValueError: it does not fit; see `load_state`.
+        """
+        with torch.inference_mode():
+            load_state(self.caches, slot, stored, position)
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        if self._model is None:
+            return
+        self._running.clear()
+        self._model = None
+        if self._engram is not None:
+            self._engram.close()
+        del self._caches, self._tables, self._sampler
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _open(self) -> DeepseekV41:
+        if self._model is None:
+            raise EngineError("The engine is closed.")
+        return self._model

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
+
+import psutil
 
 from daemon.accelerator import nvidia_devices
 from daemon.config import DEFAULT_MODEL, InstanceConfig
@@ -14,6 +17,10 @@ from daemon.default_model import DefaultModelError, ensure_default_model
 from daemon.errors import ConfigurationError, DeepInferError
 
 DESCRIPTORS_BASE: Final = 256
+THREADS_PER_PROCESS: Final = 8
+"""With those that a library starts for itself; a worker has one more per core."""
+CAP_SYS_ADMIN: Final = 1 << 21
+CAP_SYS_RESOURCE: Final = 1 << 24
 TOKENIZER_FILES: Final = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "tiktoken.model",
 )  # fmt: skip
@@ -111,6 +118,44 @@ def raise_descriptor_limit(config: InstanceConfig) -> None:
         )
     limit = min(hard, 1 << 20) if hard != resource.RLIM_INFINITY else 1 << 20
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def check_thread_limit(config: InstanceConfig) -> None:
+    """Whether this user may start as many threads as an instance has: the limit on processes counts
+    threads, and a library that gets none aborts its process.
+
+    Raises:
+        DeepInferError: the limit is too low.
+    """
+    _soft, limit = resource.getrlimit(resource.RLIMIT_NPROC)
+    resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
+    if limit == resource.RLIM_INFINITY or _may_exceed_limits():
+        return
+    processes = 2 + config.dp + config.tokenizers + config.frontends
+    cores = 0 if config.engine == "fake" else len(os.sched_getaffinity(0))
+    wanted = THREADS_PER_PROCESS * processes + cores * config.dp
+    taken = _threads_of_this_user()
+    if taken + wanted > limit:
+        raise DeepInferError(
+            f"This user may have {limit} threads and has {taken}, but an instance with these options "
+            f"needs about {wanted}: raise the limit (ulimit -u), or lower --dp or --frontends."
+        )
+
+
+def _may_exceed_limits() -> bool:
+    """Whether the kernel lets this process start more than the limit on processes says."""
+    status = Path("/proc/self/status").read_text()
+    effective = int(status.partition("CapEff:")[2].split()[0], 16)
+    return os.getuid() == 0 or bool(effective & (CAP_SYS_ADMIN | CAP_SYS_RESOURCE))
+
+
+def _threads_of_this_user() -> int:
+    found = 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.uids().real == os.getuid():
+                found += process.num_threads()
+    return found
 
 
 def check_keys_file(path: Path | None) -> None:

@@ -20,6 +20,7 @@ from daemon.memory_check import check_memory
 from daemon.preflight import (
     check_devices,
     check_keys_file,
+    check_thread_limit,
     check_weights,
     find_model,
     raise_descriptor_limit,
@@ -48,6 +49,7 @@ def run_instance(config: InstanceConfig, signals: StopSignals) -> None:
     check_devices(config, accelerator)
     check_keys_file(config.api_keys_file)
     raise_descriptor_limit(config)
+    check_thread_limit(config)
     directory = RunDirectory.lock(run_path, config.instance)
     try:
         # Before the model: an occupied port should not cost a download first.

@@ -13,6 +13,7 @@ from daemon.errors import ConfigurationError, DeepInferError
 from daemon.preflight import (
     check_devices,
     check_keys_file,
+    check_thread_limit,
     check_weights,
     find_model,
     raise_descriptor_limit,
@@ -112,3 +113,34 @@ def test_the_soft_limit_on_files_is_lifted(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _kind: (64, 64))
     with pytest.raises(DeepInferError, match="ulimit -n"):
         raise_descriptor_limit(InstanceConfig())
+
+
+@pytest.fixture
+def thread_limit(monkeypatch):
+    """thread_limit(n): as a user with 50 threads who may have n."""
+
+    def set_limit(limit: int) -> None:
+        monkeypatch.setattr(preflight, "_threads_of_this_user", lambda: 50)
+        monkeypatch.setattr(preflight, "_may_exceed_limits", lambda: False)
+        monkeypatch.setattr(resource, "getrlimit", lambda _kind: (10, limit))
+        monkeypatch.setattr(resource, "setrlimit", lambda _kind, _limit: None)
+
+    return set_limit
+
+
+def test_too_few_threads_are_refused(thread_limit):
+    thread_limit(resource.RLIM_INFINITY)
+    check_thread_limit(InstanceConfig())
+    thread_limit(1000)
+    check_thread_limit(InstanceConfig(engine="fake"))
+    with pytest.raises(DeepInferError, match=r"may have 1000 threads and has 50.*ulimit -u"):
+        check_thread_limit(InstanceConfig(engine="fake", frontends=200))
+    thread_limit(60)
+    with pytest.raises(DeepInferError, match=r"may have 60 threads"):
+        check_thread_limit(InstanceConfig(engine="fake"))
+
+
+def test_root_is_not_held_to_the_limit_on_threads(thread_limit, monkeypatch):
+    thread_limit(1)
+    monkeypatch.setattr(preflight, "_may_exceed_limits", lambda: True)
+    check_thread_limit(InstanceConfig())

@@ -26,6 +26,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 _MODEL = Group("Model", sort_key=1)
 _INSTANCE = Group("Instance and processes", sort_key=2)
 _ENGINE = Group("Engine", sort_key=3)
+_CACHE = Group("Prefix cache", sort_key=3.5)
 _HTTP = Group("HTTP", sort_key=4)
 _ADMISSION = Group("Admission and routing", sort_key=5)
 _LIFE = Group("Life and death", sort_key=6)
@@ -220,6 +221,24 @@ class InstanceConfig:
             help="Share of a GPU's memory to use where --kv-cache-gb is not given.",
         ),
     ] = 0.9
+    hicache_size_gb: Annotated[
+        float | None,
+        Parameter(
+            group=_CACHE,
+            validator=Number(gte=0),
+            help="Host memory for the pages of each worker's prefix cache, in GiB; 0: no prefix "
+            "cache. Default: 32 on a GPU, 0.5 on a CPU, less where memory is short.",
+        ),
+    ] = None
+    hicache_state_slots: Annotated[
+        int | None,
+        Parameter(
+            group=_CACHE,
+            validator=_POSITIVE,
+            help="Sliding-window states that each worker's prefix cache keeps beside its pages, for "
+            "models that need them. Default: 4096 on a GPU, 256 on a CPU.",
+        ),
+    ] = None
     prefill_any_interval: Annotated[
         int,
         Parameter(

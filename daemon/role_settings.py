@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -12,6 +13,7 @@ import msgspec
 from daemon.accelerator import detect_accelerator, nvidia_devices, usable_cores
 from daemon.child_process import ChildSpec
 from daemon.config import InstanceConfig, read_overrides
+from daemon.host_pools import STATE_SLOTS, pool_bytes
 from daemon.router.settings import RouterSettings
 from frontend.settings import FrontendSettings, TokenizerSettings
 from transport.child import ProcessSettings
@@ -39,6 +41,9 @@ class InstancePlan:
     devices: tuple[str, ...]
     """CUDA_VISIBLE_DEVICES of each rank; empty on a CPU."""
     daemon_pid: int
+    hicache_bytes: int
+    """For the pages of each rank's prefix cache; 0: none."""
+    hicache_states: int
 
     @property
     def config_hash(self) -> str:
@@ -63,15 +68,18 @@ def make_plan(config: InstanceConfig, model_dir: Path, run_dir: Path, pid: int) 
         accelerator=accelerator,
         devices=devices,
         daemon_pid=pid,
+        hicache_bytes=pool_bytes(config, accelerator),
+        hicache_states=config.hicache_state_slots or STATE_SLOTS[accelerator],
     )
 
 
-def child_specs(plan: InstancePlan, listen_fd: int) -> list[ChildSpec]:
-    """All children of the instance, in the order in which they are started."""
+def child_specs(plan: InstancePlan, listen_fd: int, pool_fds: Sequence[int]) -> list[ChildSpec]:
+    """All children of the instance, in the order in which they are started. `pool_fds`: the segment
+    of each rank's prefix cache; none where there is no cache."""
     config = plan.config
     return [
         _router(plan),
-        *(_worker(plan, rank) for rank in range(config.dp)),
+        *(_worker(plan, rank, pool_fds[rank : rank + 1]) for rank in range(config.dp)),
         *(_tokenizer(plan, number) for number in range(config.tokenizers)),
         *(_frontend(plan, number, listen_fd) for number in range(config.frontends)),
     ]
@@ -122,7 +130,7 @@ def _router(plan: InstancePlan) -> ChildSpec:
     return _spec(process, settings)
 
 
-def _worker(plan: InstancePlan, rank: int) -> ChildSpec:
+def _worker(plan: InstancePlan, rank: int, pool_fds: Sequence[int]) -> ChildSpec:
     config = plan.config
     on_gpu = plan.accelerator == "nvidia"
     threads = 1 if on_gpu else max(usable_cores() // config.dp, 1)
@@ -147,12 +155,15 @@ def _worker(plan: InstancePlan, rank: int) -> ChildSpec:
         keep_tokens=config.yoco_keep_tokens,
         deterministic=config.deterministic,
         hf_overrides=read_overrides(config.hf_overrides),
+        hicache_fd=pool_fds[0] if pool_fds else None,
+        hicache_bytes=plan.hicache_bytes,
+        hicache_states=plan.hicache_states,
         fake_step_seconds=config.fake_step_ms / 1000,
     )
     environment = {"OMP_NUM_THREADS": str(threads)}
     if on_gpu:
         environment["CUDA_VISIBLE_DEVICES"] = plan.devices[rank]
-    return _spec(process, settings, environment)
+    return _spec(process, settings, environment, tuple(pool_fds))
 
 
 def _tokenizer(plan: InstancePlan, number: int) -> ChildSpec:

@@ -14,6 +14,7 @@ from rich.console import Console
 from daemon.accelerator import detect_accelerator
 from daemon.config import InstanceConfig
 from daemon.control_server import ControlServer
+from daemon.host_pools import HostPools
 from daemon.instance import Instance
 from daemon.listen import open_listening_socket
 from daemon.memory_check import check_memory
@@ -62,7 +63,8 @@ def run_instance(config: InstanceConfig, signals: StopSignals) -> None:
                 check_memory(config, accelerator, model_dir)
             plan = make_plan(config, model_dir, run_path, os.getpid())
             log.info("serving %s from %s on %s", plan.model_name, model_dir, plan.accelerator)
-            specs = child_specs(plan, listener.fileno())
+            pools = HostPools(config.instance, config.dp if plan.hicache_bytes else 0)
+            specs = child_specs(plan, listener.fileno(), pools.descriptors)
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             server = ControlServer(context, Endpoints(str(run_path)), plan.config_hash)
             try:
@@ -76,6 +78,7 @@ def run_instance(config: InstanceConfig, signals: StopSignals) -> None:
             finally:
                 server.close()
                 context.term()
+                pools.close()
         log.info("stopped; nothing is left")
     finally:
         directory.close()

@@ -89,6 +89,11 @@ class PrefixCache:
 
     # ---- prompts ------------------------------------------------------------------------------
 
+    @property
+    def page_tokens(self) -> int:
+        """Tokens a page."""
+        return self._page_tokens
+
     def keys(self, tokens: TokenArray, salt: str = "") -> PromptKeys:
         """What all other calls take; compute it once per request."""
         return prompt_keys(
@@ -119,12 +124,7 @@ class PrefixCache:
         """Find the longest prefix that may be loaded, and keep it there until `release`."""
         self._counts.lookups += 1
         self._counts.queried_tokens += prompt.num_tokens
-        limit = self._most_pages(prompt.num_tokens)
-        pages = self._slots.index.match(prompt.keys[:limit])
-        matched = len(pages) * self._page_tokens
-        state = NO_SLOT
-        if self._has_states:
-            pages, state = self._snap_to_state(pages)
+        (pages, state), matched = self._find(prompt)
         num_tokens = len(pages) * self._page_tokens
         if num_tokens < matched:
             self._counts.capped_by_state += 1
@@ -134,7 +134,8 @@ class PrefixCache:
             return self._hit(PinnedPrefix(pages, state), num_tokens, matched)
         if matched:
             return self._miss(MissReason.NO_STATE, matched)
-        reason = MissReason.NO_PREFIX if limit else MissReason.TOO_SHORT
+        has_pages = self._most_pages(prompt.num_tokens) > 0
+        reason = MissReason.NO_PREFIX if has_pages else MissReason.TOO_SHORT
         self._note_miss(prompt, 0, 0, reason)
         return self._miss(reason, 0)
 
@@ -146,6 +147,20 @@ class PrefixCache:
         """
         del self._hits[hit.serial]
         self._slots.unpin(hit.prefix)
+
+    def findable_tokens(self, prompt: PromptKeys) -> int:
+        """Tokens of the hit that a lookup would give now. Counts and keeps nothing."""
+        return len(self._find(prompt)[0].pages) * self._page_tokens
+
+    def _find(self, prompt: PromptKeys) -> tuple[PinnedPrefix, int]:
+        """The longest usable prefix, not pinned yet, and how many tokens had pages."""
+        limit = self._most_pages(prompt.num_tokens)
+        pages = self._slots.index.match(prompt.keys[:limit])
+        matched = len(pages) * self._page_tokens
+        state = NO_SLOT
+        if self._has_states:
+            pages, state = self._snap_to_state(pages)
+        return PinnedPrefix(pages, state), matched
 
     def _snap_to_state(self, pages: SlotArray) -> tuple[SlotArray, int]:
         index = self._slots.index

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
-
 from hicache.host_pool import RowArray
 from hicache.runs import IndexArray, merge_runs
 
@@ -41,30 +39,33 @@ class RowCopier(Protocol):
         ...
 
 
-class _Done:
+class Done:
+    """A copy that was over when it was started."""
+
     def done(self) -> bool:
+        """Yes."""
         return True
 
 
 class CpuRowCopier:
     """Both pools are host memory; a copy is over when its call returns."""
 
-    def __init__(self, device_rows: torch.Tensor, host_rows: RowArray) -> None:
+    def __init__(self, device_rows: RowArray, host_rows: RowArray) -> None:
         """Args:
-        device_rows: uint8, shape [rows, at least the host row's bytes], on the CPU.
+        device_rows: uint8, shape [rows, at least the host row's bytes].
         host_rows: uint8, shape [slots, bytes].
         """
-        self._host = torch.from_numpy(host_rows)
+        self._host = host_rows
         self._device = device_rows[:, : host_rows.shape[1]]
 
     def upload(self, device_rows: IndexArray, host_rows: IndexArray) -> PendingCopy:
         """See `RowCopier`."""
         for device, host, length in zip(*merge_runs(device_rows, host_rows), strict=True):
-            self._device[device : device + length].copy_(self._host[host : host + length])
-        return _Done()
+            self._device[device : device + length] = self._host[host : host + length]
+        return Done()
 
     def download(self, device_rows: IndexArray, host_rows: IndexArray) -> PendingCopy:
         """See `RowCopier`."""
         for device, host, length in zip(*merge_runs(device_rows, host_rows), strict=True):
-            self._host[host : host + length].copy_(self._device[device : device + length])
-        return _Done()
+            self._host[host : host + length] = self._device[device : device + length]
+        return Done()

@@ -8,13 +8,12 @@ import msgspec
 class PrefixUse(msgspec.Struct, frozen=True):
     """One cached prefix that was used again."""
 
-    key: str
-    """The beginning of its page key, hexadecimal. The text itself is never shown."""
     tokens: int
     hits: int
-    """Prompts that ended their hit here."""
+    """Prompts that went on from here."""
     idle_seconds: float
     """Since its last use."""
+    has_state: bool
 
 
 class PrefixMiss(msgspec.Struct, frozen=True):
@@ -23,6 +22,8 @@ class PrefixMiss(msgspec.Struct, frozen=True):
     seconds_ago: float
     prompt_tokens: int
     hit_tokens: int
+    matched_tokens: int
+    """Tokens whose pages were there; more than `hit_tokens` where a state was missing."""
     reason: str
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
@@ -58,24 +56,6 @@ def reserved_bytes(index: int) -> int:
     """Memory of a GPU that this process has taken for tensors, free blocks of its pool included.
     The CUDA context itself, some hundred MiB, is not counted."""
     return int(torch.cuda.memory_reserved(index))
-
-
-def available_host_memory() -> int:
-    """Bytes that this process may still take: free memory, or less where a cgroup limits it."""
-    free = int(psutil.virtual_memory().available)
-    limit = _read_number(Path("/sys/fs/cgroup/memory.max"))
-    used = _read_number(Path("/sys/fs/cgroup/memory.current"))
-    if limit is None or used is None:
-        return free
-    return min(free, max(0, limit - used))
-
-
-def _read_number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
 
 
 def upload_int32(arrays: Sequence[npt.NDArray[np.int32]], device: torch.device) -> list[Tensor]:

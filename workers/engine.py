@@ -22,6 +22,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from hicache.host_pool import HostPool
+from hicache.outcomes import Announcement, Hit, StorePlan
+from hicache.row_copy import PendingCopy
+from hicache.runs import IndexArray
 from transport.messages import SamplingParams
 
 TokenArray = npt.NDArray[np.int32]
@@ -113,6 +117,25 @@ class DecodeRow(NamedTuple):
     """Position of the input token, = number of tokens whose KV is already in the pool."""
 
 
+class PrefixLoad(NamedTuple):
+    """Copy a cached prefix up before the step: its pages into `pages`, its state into `slot`."""
+
+    slot: int
+    pages: tuple[int, ...]
+    hit: Hit
+
+
+class PrefixStore(NamedTuple):
+    """Copy a computed prompt down after the step: of the block table `pages` and of the state in
+    `slot`, what `plan` names."""
+
+    slot: int
+    pages: tuple[int, ...]
+    plan: StorePlan
+    announcement: Announcement
+    """To withdraw when it is stored."""
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """One prompt step or one decode step; exactly one of the two lists is non-empty."""
@@ -122,6 +145,10 @@ class StepPlan:
     decodes: tuple[DecodeRow, ...] = ()
     new_pages: tuple[tuple[int, int, int], ...] = ()
     """(slot, block index, page) for decodes whose block table grew by one page before this step."""
+    loads: tuple[PrefixLoad, ...] = ()
+    """To be made, in this order, before the step is launched."""
+    stores: tuple[PrefixStore, ...] = ()
+    """To be made after the step is launched and before the next one is."""
 
     @property
     def is_prompt(self) -> bool:
@@ -149,6 +176,28 @@ class StepResult:
     """By index into `tokens`; only for slots whose sampling asks for logprobs."""
 
 
+class CacheCopies(Protocol):
+    """Copies between an engine's rows and a host pool's. They are ordered like steps: a step that is
+    launched later reads what a load brings, and a store reads what the steps before it wrote."""
+
+    def load_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
+        """Host row `host_slots[i]` into page `pages[i]`."""
+        ...
+
+    def store_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
+        """Page `pages[i]` into host row `host_slots[i]`."""
+        ...
+
+    def load_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
+        """Host state row into `slot`, as the state after `position` tokens."""
+        ...
+
+    def store_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
+        """The state of `slot` as it was after `position` tokens into a host state row. `position` is
+        one of the prompt's two anchors (see `CacheLayout.replay_tokens`)."""
+        ...
+
+
 class Engine(Protocol):
     """A model on a device. Not thread-safe: one thread drives it."""
 
@@ -166,6 +215,14 @@ class Engine(Protocol):
 
         Raises:
             EngineError: the device failed; the engine must not be used any more.
+        """
+        ...
+
+    def cache_copies(self, pool: HostPool) -> CacheCopies:
+        """Copies to and from a host pool that was made for `info.layout`.
+
+        Raises:
+            EngineError: the pool's memory cannot be used by the device.
         """
         ...
 

@@ -1,8 +1,9 @@
 """A deterministic engine without a model, for protocol and scheduler tests and pipeline benchmarks.
 
 Not a language model: it exists to check and to measure everything around one. In checking mode each
-token is a hash of all tokens before it, read back through the block table from the page pool: a wrong
-page, position or stale block table changes the output. In fast mode a token costs next to nothing.
+token is a hash of all tokens before it, read back through the block table from the page pool, and, with
+a window, of the last tokens as the slot's state has them: a wrong page, position, state or stale block
+table changes the output. In fast mode a token costs next to nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
+from hicache.host_pool import HostPool, RowArray
+from hicache.row_copy import CpuRowCopier, Done, PendingCopy
+from hicache.runs import IndexArray
 from workers.engine import (
     CacheLayout,
     DecodeRow,
@@ -28,9 +33,15 @@ from workers.engine import (
 PAGE_TOKENS = 128
 
 
-def fake_next_token(tokens: TokenArray, vocab_size: int) -> int:
+def fake_next_token(tokens: TokenArray, vocab_size: int, window: int = 0) -> int:
     """The token that the checking fake puts after `tokens`."""
-    return zlib.crc32(np.ascontiguousarray(tokens, dtype="<i4").tobytes()) % vocab_size
+    recent = tokens[len(tokens) - min(window, len(tokens)) :]
+    return _hash(tokens, recent) % vocab_size
+
+
+def _hash(tokens: TokenArray, recent: TokenArray) -> int:
+    seen = zlib.crc32(np.ascontiguousarray(tokens, dtype="<i4").tobytes())
+    return zlib.crc32(np.ascontiguousarray(recent, dtype="<i4").tobytes(), seen)
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,10 @@ class FakeEngineSettings:
     pipeline_depth: int = 0
     checking: bool = True
     step_seconds: float = 0.0
+    window: int = 0
+    """Tokens of a slot's sliding-window state; 0: no states."""
+    keep_tokens: int = 0
+    """As in `CacheLayout`."""
 
 
 class FakeEngine:
@@ -54,6 +69,9 @@ class FakeEngine:
     def __init__(self, settings: FakeEngineSettings) -> None:
         self._settings = settings
         self._pool = np.full((settings.num_pages, settings.page_tokens), -1, dtype=np.int32)
+        # Two anchors of a prompt can be cut out of a ring of this size.
+        ring = settings.window + settings.page_tokens + settings.keep_tokens
+        self._rings = np.full((settings.max_num_seqs, ring), -1, dtype=np.int32)
         self._tables: list[list[int]] = [[] for _ in range(settings.max_num_seqs)]
         self._last = np.zeros(settings.max_num_seqs, dtype=np.int32)
         self._wanted_logprobs = [-1] * settings.max_num_seqs
@@ -61,7 +79,14 @@ class FakeEngine:
         self._pause = threading.Event()
         self._info = EngineInfo(
             layout=CacheLayout(
-                settings.page_tokens, settings.page_tokens * 4, (), fingerprint="fake"
+                settings.page_tokens,
+                settings.page_tokens * 4,
+                (),
+                state_bytes=self._rings.itemsize * ring if settings.window else 0,
+                stored_state_bytes=self._rings.itemsize * settings.window,
+                replay_tokens=max(1, settings.keep_tokens),
+                keep_tokens=settings.keep_tokens,
+                fingerprint="fake",
             ),
             num_pages=settings.num_pages,
             max_num_seqs=settings.max_num_seqs,
@@ -102,6 +127,10 @@ class FakeEngine:
             self._pause.wait(self._settings.step_seconds)
         return self._results.popleft()
 
+    def cache_copies(self, pool: HostPool) -> FakeCopies:
+        """See `Engine.cache_copies`."""
+        return FakeCopies(self._pool.view(np.uint8), self._rings, self._settings.window, pool)
+
     def close(self) -> None:
         """Nothing to free. Idempotent."""
         self._pause.set()
@@ -138,10 +167,46 @@ class FakeEngine:
     def _write(self, slot: int, position: int, token: int) -> None:
         block, offset = divmod(position, self._settings.page_tokens)
         self._pool[self._tables[slot][block], offset] = token
+        self._rings[slot, position % self._rings.shape[1]] = token
 
     def _next(self, slot: int, length: int) -> int:
         vocab = self._settings.vocab_size
         if not self._settings.checking:
             return (slot * 31 + length * 7) % vocab
         rows = self._pool[self._tables[slot]].reshape(-1)[:length]
-        return fake_next_token(rows, vocab)
+        ring = self._rings[slot]
+        positions = np.arange(max(0, length - self._settings.window), length)
+        return _hash(rows, ring[positions % len(ring)]) % vocab
+
+
+class FakeCopies:
+    """Implements `workers.engine.CacheCopies`; a copy is over when its call returns."""
+
+    def __init__(self, pages: RowArray, rings: TokenArray, window: int, pool: HostPool) -> None:
+        self._pages = CpuRowCopier(pages, pool.page_rows)
+        self._rings = rings
+        self._window = window
+        self._states = pool.state_rows
+
+    def load_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
+        """See `CacheCopies`."""
+        return self._pages.upload(pages, host_slots)
+
+    def store_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
+        """See `CacheCopies`."""
+        return self._pages.download(pages, host_slots)
+
+    def load_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
+        """See `CacheCopies`."""
+        self._rings[slot, self._places(position)] = self._states[host_slot].view(np.int32)
+        return Done()
+
+    def store_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
+        """See `CacheCopies`."""
+        self._states[host_slot].view(np.int32)[:] = self._rings[slot, self._places(position)]
+        return Done()
+
+    def _places(self, position: int) -> npt.NDArray[np.int64]:
+        places: npt.NDArray[np.int64]
+        places = np.arange(position - self._window, position) % self._rings.shape[1]
+        return places

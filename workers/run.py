@@ -14,13 +14,15 @@ import msgspec
 import zmq
 
 from transport.child import EXIT_FATAL, StopFlag, enter_process
-from transport.daemon_link import DaemonLink, LinkError, RouterLossNotice, SocketTelemetry
+from transport.daemon_link import DaemonLink, LinkError, SocketTelemetry
 from transport.messages import PROTOCOL_VERSION, Hello
 from transport.sockets import DealerSocket, Endpoints
 from transport.telemetry import MetricSet
+from workers.daemon_inbox import DaemonInbox
 from workers.engine import Engine, EngineError, ModelLoadError
 from workers.engine_settings import EngineSettings
 from workers.fake_engine import FakeEngine, FakeEngineSettings
+from workers.prefix_storage import PoolOrder, PrefixStorage, open_prefix_storage
 from workers.scheduler import Scheduler
 from workers.settings import WorkerSettings
 from workers.worker import RouterRefusedError, Worker, WorkerTelemetry
@@ -40,13 +42,11 @@ def main() -> int:
         context, Endpoints(settings.process.run_dir).router, settings.process.name
     )
     metrics = MetricSet()
-    router_lost = RouterLossNotice()
-    link = DaemonLink(
-        context, settings.process, metrics, SocketTelemetry(dealer), router_lost.notice
-    )
+    inbox = DaemonInbox()
+    link = DaemonLink(context, settings.process, metrics, SocketTelemetry(dealer), inbox.notice)
     try:
         link.start()
-        return _serve(settings, stop, dealer, link, metrics, router_lost)
+        return _serve(settings, stop, dealer, link, metrics, inbox)
     except LinkError as error:
         log.error("%s", error)
         return EXIT_FATAL
@@ -62,26 +62,33 @@ def _serve(
     dealer: DealerSocket,
     link: DaemonLink,
     metrics: MetricSet,
-    router_lost: RouterLossNotice,
+    inbox: DaemonInbox,
 ) -> int:
     link.set_state("loading", "loading the model")
+    engine: Engine | None = None
+    prefixes: PrefixStorage | None = None
     try:
         engine = create_engine(settings, link)
+        info = engine.info
+        telemetry = WorkerTelemetry(metrics, info, _device_bytes(settings))
+        prefixes = open_prefixes(settings, engine, metrics, link)
+        scheduler = Scheduler(
+            info,
+            settings.max_batched_tokens,
+            settings.prefill_any_interval,
+            prefixes.reuse if prefixes else None,
+        )
+        telemetry.update(scheduler)
+        worker = Worker(settings.rank, engine, scheduler, dealer, link, telemetry, prefixes)
+        # What start-up built lives as long as the process: spare the collector walking it.
+        gc.collect()
+        gc.freeze()
+        worker.run(stop, _hello(settings), inbox, settings.process.heartbeat_seconds)
+        return 0
     except ModelLoadError as error:
         log.error("%s", error)
         link.fatal(str(error))
         return EXIT_FATAL
-    try:
-        info = engine.info
-        telemetry = WorkerTelemetry(metrics, info, _device_bytes(settings))
-        scheduler = Scheduler(info, settings.max_batched_tokens, settings.prefill_any_interval)
-        telemetry.update(scheduler)
-        worker = Worker(settings.rank, engine, scheduler, dealer, link, telemetry)
-        # What start-up built lives as long as the process: spare the collector walking it.
-        gc.collect()
-        gc.freeze()
-        worker.run(stop, _hello(settings), router_lost.event, settings.process.heartbeat_seconds)
-        return 0
     except RouterRefusedError as error:
         log.error("the router refused this worker: %s", error)
         link.fatal(str(error))
@@ -90,7 +97,25 @@ def _serve(
         log.exception("the engine failed; the daemon starts this worker anew")
         return 1
     finally:
-        engine.close()
+        if engine is not None:
+            engine.close()
+        if prefixes is not None:
+            prefixes.close()
+
+
+def open_prefixes(
+    settings: WorkerSettings, engine: Engine, metrics: MetricSet, link: DaemonLink
+) -> PrefixStorage | None:
+    """This rank's prefix cache; None: there is none.
+
+    Raises:
+        ModelLoadError: it cannot be had.
+    """
+    if settings.hicache_fd is None:
+        return None
+    link.set_state("loading", "reserving memory for the prefix cache")
+    order = PoolOrder(settings.hicache_fd, settings.hicache_bytes, settings.hicache_states)
+    return open_prefix_storage(order, engine, metrics)
 
 
 def create_engine(settings: WorkerSettings, link: DaemonLink) -> Engine:
@@ -129,6 +154,7 @@ def create_engine(settings: WorkerSettings, link: DaemonLink) -> Engine:
         keep_tokens=settings.keep_tokens,
         deterministic=settings.deterministic,
         hf_overrides=settings.hf_overrides,
+        stores_prefixes=settings.hicache_fd is not None,
     )
     if model_type(settings.model_dir) in DEEPSEEK_V41_TYPES:
         from workers.models.deepseek_v41.engine import create_deepseek_v41_engine  # noqa: PLC0415

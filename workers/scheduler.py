@@ -24,12 +24,15 @@ from transport.messages import ALL_CHOICES, FINISH_LENGTH, FINISH_STOP, RUNNING
 from workers.engine import (
     DecodeRow,
     EngineInfo,
+    PrefixLoad,
+    PrefixStore,
     PromptChunk,
     StepPlan,
     StepResult,
     TokenLogprobs,
 )
 from workers.index_pool import IndexPool
+from workers.prefix_reuse import PrefixReuse
 from workers.sequence import Sequence, SequenceKey, Status
 
 
@@ -83,14 +86,20 @@ class _PromptBatch:
     chunks: list[PromptChunk] = field(default_factory=list)
     waiting: list[tuple[Sequence, int]] = field(default_factory=list)
     started: list[Sequence] = field(default_factory=list)
+    stores: list[PrefixStore] = field(default_factory=list)
 
 
 class Scheduler:
     """Queues, pages and slots of one rank. Not thread-safe."""
 
     def __init__(
-        self, engine: EngineInfo, max_batched_tokens: int, prefill_any_interval: int
+        self,
+        engine: EngineInfo,
+        max_batched_tokens: int,
+        prefill_any_interval: int,
+        prefixes: PrefixReuse | None = None,
     ) -> None:
+        """`prefixes`: None, there is no prefix cache."""
         self._page_tokens = engine.layout.page_tokens
         self._keep_tokens = engine.layout.keep_tokens
         self._eos = frozenset(engine.eos_token_ids)
@@ -102,6 +111,8 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # sorted by rank
         self._running: list[Sequence] = []  # sorted by rank
         self._launched: deque[_Launched] = deque()
+        self._prefixes = prefixes
+        self._loads: list[PrefixLoad] = []  # for the next plan
         self._decodes_since_prompt = prefill_any_interval
         self._next_step = 0
         self.counts = SchedulerCounts()
@@ -208,20 +219,34 @@ class Scheduler:
         for sequence in list(self._waiting):
             if batch.budget <= 0:
                 break
+            if self._waits_for_a_prefix(sequence):
+                continue
             if not self._add_chunk(batch, sequence):
                 break
         if not batch.chunks:
             return None
-        plan = StepPlan(self._take_step(), prompts=tuple(batch.chunks))
+        plan = StepPlan(
+            self._take_step(),
+            prompts=tuple(batch.chunks),
+            loads=self._take_loads(),
+            stores=tuple(batch.stores),
+        )
         self._launched.append(_Launched(plan, batch.waiting, batch.started))
         self._decodes_since_prompt = 0
         self.counts.prompt_steps += 1
         return plan
 
-    def _add_chunk(self, batch: _PromptBatch, sequence: Sequence) -> bool:
-        begin = sequence.slot is None
-        if begin and not self._admit(sequence):
+    def _waits_for_a_prefix(self, sequence: Sequence) -> bool:
+        if self._prefixes is None or sequence.slot is not None:
             return False
+        computing = (other for other in self._waiting if other.slot is not None)
+        return self._prefixes.should_wait(sequence, computing)
+
+    def _add_chunk(self, batch: _PromptBatch, sequence: Sequence) -> bool:
+        if sequence.slot is None:
+            if not self._admit(sequence):
+                return False
+            self._start_from_prefix(sequence)
         total = sequence.num_tokens
         start = sequence.num_computed
         stop = min(total, start + batch.budget)
@@ -235,27 +260,57 @@ class Scheduler:
             tokens=sequence.token_slice(start, stop),
             pages=tuple(sequence.pages),
             sample=stop == total,
-            begin=start == 0,
+            begin=not sequence.begun,
             sampling=sequence.sampling,
             seed=sequence.seed,
             prompt_len=sequence.prompt_len,
-            history=sequence.token_slice(0, total) if start == 0 else None,
+            history=None if sequence.begun else sequence.token_slice(0, total),
             replay_from=max(0, sequence.prompt_len - self._keep_tokens) if self._keep_tokens else 0,
         )
         batch.chunks.append(chunk)
         batch.budget -= stop - start
         self.counts.prompt_tokens += stop - start
         sequence.num_computed = stop
+        sequence.begun = True
         if not sequence.reported:
             sequence.reported = True
             batch.started.append(sequence)
         if chunk.sample:
+            self._add_store(batch, sequence)
             sequence.in_flight = 1
             batch.waiting.append((sequence, sequence.epoch))
             self._waiting.remove(sequence)
             sequence.status = Status.RUNNING
             insort(self._running, sequence, key=lambda other: other.rank)
         return True
+
+    def _start_from_prefix(self, sequence: Sequence) -> None:
+        """Let a sequence that just got its slot begin after what the prefix cache has of it."""
+        if self._prefixes is None:
+            return
+        sequence.cached_tokens = 0
+        hit = self._prefixes.lookup(sequence)
+        if hit is not None and self._cover(sequence, 0, hit.num_tokens) < hit.num_tokens:
+            self._prefixes.release(hit)
+            hit = None
+        if hit is not None:
+            assert sequence.slot is not None
+            self._loads.append(PrefixLoad(sequence.slot, tuple(sequence.pages), hit))
+            sequence.num_computed = sequence.cached_tokens = hit.num_tokens
+        self._prefixes.announce(sequence)
+
+    def _add_store(self, batch: _PromptBatch, sequence: Sequence) -> None:
+        if self._prefixes is None:
+            return
+        store = self._prefixes.begin_store(sequence)
+        sequence.prefix_keys.clear()
+        if store is not None:
+            assert sequence.slot is not None
+            batch.stores.append(PrefixStore(sequence.slot, tuple(sequence.pages), *store))
+
+    def _take_loads(self) -> tuple[PrefixLoad, ...]:
+        loads, self._loads = tuple(self._loads), []
+        return loads
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a sequence a slot, if it is likely to get through its prompt with the pages there are:
@@ -311,7 +366,12 @@ class Scheduler:
             sequence.in_flight += 1
         if not rows:
             return None
-        plan = StepPlan(self._take_step(), decodes=tuple(rows), new_pages=tuple(new_pages))
+        plan = StepPlan(
+            self._take_step(),
+            decodes=tuple(rows),
+            new_pages=tuple(new_pages),
+            loads=self._take_loads(),
+        )
         self._launched.append(_Launched(plan, waiting, []))
         self._decodes_since_prompt += 1
         self.counts.decode_steps += 1
@@ -387,6 +447,10 @@ class Scheduler:
             self._slots.give_back([sequence.slot])
             sequence.slot = None
         sequence.num_computed = sequence.in_flight = 0
+        sequence.begun = False
+        sequence.prefix_keys.clear()
+        if self._prefixes is not None:
+            self._prefixes.drop(sequence)
         sequence.epoch += 1
 
     def check_integrity(self) -> None:

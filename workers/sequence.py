@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hicache.keys import PromptKeys
+from hicache.outcomes import Announcement
 from transport.ids import ProcessName, RequestId
 from transport.messages import SamplingParams
 from workers.engine import TokenArray
@@ -46,6 +48,8 @@ class Sequence:
     seed: int
     priority: int = 0
     arrival: float = 0.0
+    uses_prefix_cache: bool = False
+    cache_salt: str = ""
     status: Status = Status.WAITING
     paused: bool = False
     reported: bool = False
@@ -57,6 +61,14 @@ class Sequence:
     """Sampled by launched steps, not yet collected."""
     epoch: int = 0
     """Grows when launched work of this sequence becomes void: preemption, finish."""
+    begun: bool = False
+    """Whether a chunk was planned since it got its slot."""
+    cached_tokens: int = 0
+    """Prompt tokens that its latest start took from the prefix cache."""
+    announcement: Announcement | None = None
+    """To the prefix cache, while its prompt is being computed."""
+    prefix_keys: dict[int, PromptKeys] = field(default_factory=dict)
+    """By number of tokens; dropped when the prompt is computed."""
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     stop_tokens: frozenset[int] = frozenset()

@@ -42,5 +42,9 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     deterministic: bool
     hf_overrides: dict[str, object]
     """Entries of the model's `config.json` to replace."""
+    hicache_fd: int | None
+    """Segment of this rank's prefix cache, inherited from the daemon; None: no prefix cache."""
+    hicache_bytes: int
+    hicache_states: int
     fake_step_seconds: float = 0.0
     """Fake engine only: how long a step takes."""

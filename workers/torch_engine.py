@@ -17,16 +17,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hicache.cuda_row_copy import CudaRowCopier, PinnedPool
+from hicache.errors import HostPoolError
+from hicache.host_pool import HostPool
+from hicache.row_copy import CpuRowCopier, PendingCopy, RowCopier
+from hicache.runs import IndexArray
 from transport.messages import SamplingParams
 from workers.cache_layout import build_cache_layout, layer_shapes, weights_identity
 from workers.device import (
     DTypeName,
-    available_host_memory,
     default_dtype,
     offline_environment,
     open_device,
 )
 from workers.engine import (
+    CacheCopies,
     DecodeRow,
     EngineError,
     EngineInfo,
@@ -36,6 +41,7 @@ from workers.engine import (
     StepResult,
 )
 from workers.engine_settings import EngineSettings
+from workers.host_memory import available_host_memory
 from workers.memory_plan import PoolPlan, host_pool_bytes, pages_for, plan_pool
 from workers.model_loader import LoadedConfig, load_config, load_model
 from workers.model_probe import model_logits, pin_rope, probe_model
@@ -74,6 +80,7 @@ class TorchEngine:
             info.max_num_seqs, info.vocab_size, info.eos_token_ids, device
         )
         self._running: deque[_Running] = deque()
+        self._pinned: PinnedPool | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -149,8 +156,23 @@ class TorchEngine:
             logprobs=running.sampled.host_logprobs(),
         )
 
+    def cache_copies(self, pool: HostPool) -> CacheCopies:
+        """See `Engine.cache_copies`."""
+        rows = self.page_pool.rows
+        if rows.device.type == "cpu":
+            return PageCopies(CpuRowCopier(rows.numpy(), pool.page_rows))
+        try:
+            self._pinned = PinnedPool(pool)
+        except HostPoolError as error:
+            raise EngineError(str(error)) from error
+        return PageCopies(CudaRowCopier(rows, pool.page_rows))
+
     def close(self) -> None:
         """See `Engine.close`."""
+        if self._pinned is not None:
+            torch.cuda.synchronize(self._device)
+            self._pinned.close()
+            self._pinned = None
         self._running.clear()
         self._model = self._tables = self._sampler = None
         if self._device.type == "cuda":
@@ -160,6 +182,29 @@ class TorchEngine:
         if self._model is None or self._tables is None or self._sampler is None:
             raise EngineError("The engine is closed.")
         return self._model, self._tables, self._sampler
+
+
+class PageCopies:
+    """`workers.engine.CacheCopies` of a model that keeps no state beside its pages."""
+
+    def __init__(self, copier: RowCopier) -> None:
+        self._copier = copier
+
+    def load_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
+        """See `CacheCopies`."""
+        return self._copier.upload(pages, host_slots)
+
+    def store_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
+        """See `CacheCopies`."""
+        return self._copier.download(pages, host_slots)
+
+    def load_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
+        """Never asked for."""
+        raise EngineError("This model keeps no states.")
+
+    def store_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
+        """Never asked for."""
+        raise EngineError("This model keeps no states.")
 
 
 def _to_host(sampled: SampledTokens) -> SampledTokens:

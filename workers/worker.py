@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable
 
+import msgspec
 import numpy as np
 import zmq
 
+from transport.cache_report import CacheContent
 from transport.child import StopFlag
 from transport.daemon_link import DaemonLink
 from transport.framing import BadMessage, read_tokens, token_frame
 from transport.ids import ProcessName, RequestId
 from transport.messages import (
+    CacheCommand,
     Cancel,
+    CommandDone,
     Hello,
     ModelInfo,
     Refused,
@@ -28,13 +31,18 @@ from transport.messages import (
 )
 from transport.sockets import DealerSocket, Received
 from transport.telemetry import MetricSet
+from workers.daemon_inbox import DaemonInbox
 from workers.engine import Engine, EngineInfo
+from workers.prefix_storage import PrefixStorage
 from workers.random_seed import choice_seed
 from workers.scheduler import Scheduler, StepOutput, TokenRow
 from workers.sequence import Sequence
 
 DEVICE_SECONDS = 1.0
 """Time between two looks at the device's memory."""
+IDLE_SECONDS = 0.5
+"""Longest wait without a look at what the daemon asks."""
+COPY_POLL_MS = 1
 
 log = logging.getLogger(__name__)
 
@@ -113,21 +121,21 @@ class Worker:
         dealer: DealerSocket,
         link: DaemonLink,
         telemetry: WorkerTelemetry,
+        prefixes: PrefixStorage | None = None,
     ) -> None:
+        """`prefixes`: None, there is no prefix cache."""
         self._rank = rank
         self._engine = engine
         self._scheduler = scheduler
         self._dealer = dealer
         self._link = link
         self._telemetry = telemetry
+        self._prefixes = prefixes
         self._launch_times: list[tuple[float, bool]] = []
         self._welcome = False
 
-    def run(
-        self, stop: StopFlag, hello: Hello, router_lost: threading.Event, idle_seconds: float
-    ) -> None:
-        """Serve until `stop` is set. `router_lost` is set when there is a new router, which knows
-        neither this worker nor what it is working on.
+    def run(self, stop: StopFlag, hello: Hello, inbox: DaemonInbox, idle_seconds: float) -> None:
+        """Serve until `stop` is set.
 
         Raises:
             RouterRefusedError: the router does not take this worker.
@@ -139,23 +147,41 @@ class Worker:
         self._dealer.send(hello)
         is_checked = False
         while not stop.is_set():
-            if router_lost.is_set():
-                router_lost.clear()
+            if inbox.router_lost.is_set():
+                inbox.router_lost.clear()
                 self._scheduler.cancel_all()
                 self._link.set_state("loading", "joining the new router")
                 self._dealer.send(hello)
             self._receive()
+            while (command := inbox.take_command()) is not None:
+                self._carry_out(command)
             worked = self._step()
+            if self._prefixes is not None and self._prefixes.tick():
+                worked = True
             self._link.tick()
             if worked:
                 is_checked = False
                 continue
             self._telemetry.update(self._scheduler)
-            is_quiet = not poller.poll(round(idle_seconds * 1000))
+            is_quiet = not poller.poll(self._idle_ms(idle_seconds))
             if is_quiet and not is_checked:
                 # This walks the whole pool: not between two requests that follow each other.
                 self._scheduler.check_integrity()
+                if self._prefixes is not None:
+                    self._prefixes.check_integrity()
                 is_checked = True
+
+    def _carry_out(self, command: CacheCommand) -> None:
+        content = CacheContent(enabled=False)
+        if self._prefixes is not None:
+            content = self._prefixes.carry_out(command.action)
+        self._link.post(CommandDone(command.serial), msgspec.json.encode(content))
+
+    def _idle_ms(self, idle_seconds: float) -> int:
+        """How long to wait for messages: shortly while copies are under way, which wake nobody."""
+        if self._prefixes is not None and self._prefixes.transfers.num_open:
+            return COPY_POLL_MS
+        return round(min(idle_seconds, IDLE_SECONDS) * 1000)
 
     def _receive(self) -> None:
         try:
@@ -202,6 +228,8 @@ class Worker:
             seed=choice_seed(start.sampling.seed, start.index),
             priority=start.priority,
             arrival=start.arrival,
+            uses_prefix_cache=self._prefixes is not None and start.prefix_cache,
+            cache_salt=start.cache_salt,
         )
         try:
             self._scheduler.add(sequence)
@@ -217,7 +245,11 @@ class Worker:
         plan = self._scheduler.plan()
         if plan is not None:
             self._launch_times.append((time.monotonic(), plan.is_prompt))
+            if self._prefixes is not None:
+                self._prefixes.transfers.load(plan.loads)
             self._engine.launch(plan)
+            if self._prefixes is not None:
+                self._prefixes.transfers.store(plan.stores)
         depth = self._engine.info.pipeline_depth if plan is not None else 0
         if self._scheduler.num_launched <= depth:
             return plan is not None
@@ -258,7 +290,7 @@ def token_batch(
         counts=[1] * len(rows),
         finish=[row.finish for row in rows],
         logprobs=wanted if with_logprobs else [],
-        started=[(s.key[0], s.key[1], 0, s.prompt_len) for s in started],
+        started=[(s.key[0], s.key[1], s.cached_tokens, s.prompt_len) for s in started],
     )
     frames = [token_frame([row.token for row in rows])]
     if with_logprobs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +11,7 @@ from transport.child import StopFlag
 from transport.ids import ProcessName
 from transport.messages import Hello
 from transport.telemetry import MetricSet
+from workers.daemon_inbox import DaemonInbox
 from workers.fake_engine import FakeEngine, FakeEngineSettings
 from workers.scheduler import Scheduler
 from workers.worker import Worker, WorkerTelemetry
@@ -65,7 +65,7 @@ def run_turns(near, turns, on_turn=lambda turn: None) -> CountingScheduler:
         SimpleNamespace(tick=tick, set_state=lambda *parts: None),
         WorkerTelemetry(MetricSet(), engine.info),
     )  # fmt: skip
-    worker.run(stop, HELLO, threading.Event(), 0.01)
+    worker.run(stop, HELLO, DaemonInbox(), 0.01)
     return scheduler
 
 

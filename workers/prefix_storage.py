@@ -1,0 +1,182 @@
+"""A worker's prefix cache as a whole: the mapped pool, the index over it, the copies, what it reports."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from hicache.errors import HostPoolError
+from hicache.host_pool import HostPool, PoolGeometry
+from hicache.prefix_cache import PrefixCache
+from transport.cache_report import CacheContent, PrefixMiss, PrefixUse
+from transport.messages import CacheAction
+from transport.telemetry import MetricSet
+from workers.engine import CacheLayout, Engine, EngineError, ModelLoadError
+from workers.host_memory import available_host_memory
+from workers.prefix_reuse import PrefixReuse
+from workers.prefix_transfer import DIRECTIONS, PrefixTransfers
+
+REPORT_SECONDS: Final = 0.5
+"""Time between two looks at the whole cache for the metrics."""
+MAX_PENDING_BYTES: Final = 2 << 30
+SHOWN_PREFIXES: Final = 10
+SHOWN_MISSES: Final = 10
+
+
+@dataclass(frozen=True)
+class PoolOrder:
+    """The pool that a worker is to have: its segment and how much to keep in it."""
+
+    fd: int
+    page_bytes: int
+    """For all pages together."""
+    states: int
+
+
+class PrefixStorage:
+    """Owner of the mapped pool. Made by `open_prefix_storage`."""
+
+    def __init__(
+        self,
+        pool: HostPool,
+        cache: PrefixCache,
+        transfers: PrefixTransfers,
+        layout: CacheLayout,
+        metrics: MetricSet,
+    ) -> None:
+        self._pool = pool
+        self._cache = cache
+        self._page_tokens = layout.page_tokens
+        self._metrics = metrics
+        self._report_due = 0.0
+        self.transfers = transfers
+        self.reuse = PrefixReuse(cache, layout.keep_tokens)
+        """For the scheduler."""
+
+    def tick(self) -> bool:
+        """Finish the copies that have arrived; now and then, bring the metrics up to date. Whether a
+        copy has arrived."""
+        has_arrived = self.transfers.poll()
+        now = time.monotonic()
+        if now >= self._report_due:
+            self._report_due = now + REPORT_SECONDS
+            self._report()
+        return has_arrived
+
+    def carry_out(self, action: CacheAction) -> CacheContent:
+        """What the cache holds; with `flush`, it is emptied then."""
+        stats = self._cache.stats()
+        content = CacheContent(
+            enabled=True,
+            pages_used=stats.pages_used,
+            pages_total=stats.num_pages,
+            states_used=stats.states_used,
+            states_total=stats.num_states,
+            pool_bytes=self._pool.geometry.total_bytes,
+            oldest_page_seconds=stats.oldest_page_seconds,
+            top_prefixes=[
+                PrefixUse(use.num_tokens, use.hits, use.idle_seconds, use.has_state)
+                for use in self._cache.top_prefixes(SHOWN_PREFIXES)
+            ],
+            recent_misses=[
+                PrefixMiss(
+                    miss.seconds_ago,
+                    miss.prompt_tokens,
+                    miss.hit_tokens,
+                    miss.matched_tokens,
+                    miss.reason,
+                )
+                for miss in self._cache.recent_misses()[:SHOWN_MISSES]
+            ],
+        )
+        if action == "flush":
+            self._cache.flush()
+        return content
+
+    def close(self) -> None:
+        """Unmap the pool; what it holds stays. The engine is closed already. Idempotent."""
+        self.transfers.close()
+        self._pool.close()
+
+    def check_integrity(self) -> None:
+        """Verify the whole cache.
+
+        Raises:
+            AssertionError: something is wrong.
+        """
+        self._cache.check_integrity()
+
+    def _report(self) -> None:
+        metrics, stats = self._metrics, self._cache.stats()
+        counts = stats.counts
+        gauges = {
+            "hicache_pages": stats.num_pages,
+            "hicache_pages_used": stats.pages_used,
+            "hicache_states": stats.num_states,
+            "hicache_states_used": stats.states_used,
+            "hicache_host_total_tokens": stats.num_pages * self._page_tokens,
+            "hicache_host_used_tokens": stats.pages_used * self._page_tokens,
+            "hicache_pending_bytes": stats.pending_bytes,
+            "hicache_oldest_page_seconds": stats.oldest_page_seconds,
+            "hicache_recovered_pages": stats.recovered_pages,
+        }
+        counters = {
+            "prefix_cache_queries": counts.queried_tokens,
+            "prefix_cache_hits": counts.hit_tokens,
+            "hicache_lookups": counts.lookups,
+            "hicache_hits": counts.hits,
+            "hicache_capped_by_state": counts.capped_by_state,
+            "hicache_capped_tokens": counts.capped_tokens,
+            "hicache_stored_pages": counts.stored_pages,
+            "hicache_stored_states": counts.stored_states,
+            "hicache_evicted_pages": counts.evicted_pages,
+            "hicache_evicted_states": counts.evicted_states,
+            "hicache_flushes": counts.flushes,
+        }
+        for name, gauge in gauges.items():
+            metrics.gauge(name).set(gauge)
+        for name, counter in counters.items():
+            metrics.counter(name).value = counter
+        for reason, times in counts.misses.items():
+            metrics.counter("hicache_misses", reason).value = times
+        for reason, times in counts.skipped_stores.items():
+            metrics.counter("hicache_skipped_stores", reason).value = times
+        for direction in DIRECTIONS:
+            copied = self.transfers.counts[direction]
+            metrics.counter("hicache_copied_bytes", direction).value = copied.num_bytes
+            metrics.counter("hicache_copy_seconds", direction).value = copied.seconds
+
+
+def open_prefix_storage(order: PoolOrder, engine: Engine, metrics: MetricSet) -> PrefixStorage:
+    """Map this rank's pool and serve what a former worker left in it.
+
+    Raises:
+        ModelLoadError: the pool cannot be had, or the model's prefixes cannot be reused as it is run.
+    """
+    layout = engine.info.layout
+    if layout.state_bytes and not layout.keep_tokens:
+        raise ModelLoadError(
+            "The prefix cache needs this model's bounded replay, which --yoco-keep-tokens 0 turns "
+            "off: set it to 140, or turn the cache off with --hicache-size-gb 0."
+        )
+    try:
+        geometry = PoolGeometry.from_budget(
+            layout.fingerprint,
+            order.page_bytes,
+            layout.page_bytes,
+            layout.stored_state_bytes,
+            order.states,
+        )
+        pool = HostPool(order.fd, geometry, available_host_memory())
+        copies = engine.cache_copies(pool)
+    except (HostPoolError, EngineError) as error:
+        raise ModelLoadError(str(error)) from error
+    cache = PrefixCache(
+        pool,
+        page_tokens=layout.page_tokens,
+        replay_tokens=layout.replay_tokens,
+        max_pending_bytes=MAX_PENDING_BYTES,
+    )
+    transfers = PrefixTransfers(cache, pool, copies)
+    return PrefixStorage(pool, cache, transfers, layout, metrics)

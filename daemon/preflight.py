@@ -54,7 +54,8 @@ def find_model(model: str, progress: Callable[[str], None]) -> Path:
         names = {entry.name for entry in path.iterdir()}
     except PermissionError as error:
         raise ConfigurationError(
-            f"The model directory {path} cannot be read by this user ({error.strerror})."
+            f"The model directory {path} cannot be read by user {os.geteuid()} ({error.strerror}): let "
+            "this user read it and enter the directories above it, or keep the model elsewhere."
         ) from error
     _check_files(path, names)
     return path

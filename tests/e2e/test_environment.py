@@ -7,6 +7,8 @@ import os
 import shutil
 import socket
 import struct
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -17,6 +19,11 @@ STRANGER = 54321
 """No user of this machine: no name, no home."""
 WITHOUT_HOME = ("env", "-u", "HOME", "-u", "XDG_CACHE_HOME", "-u", "DEEPINFER_CACHE_DIR")
 TEBI = 1 << 40
+FEW_THREADS = 20
+"""Enough for the daemon alone."""
+READS_ALL = ("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search")
+HIDE = 'mount -t tmpfs -o mode=000 tmpfs "$0" && exec setpriv --bounding-set=-all "$@"'
+ONLY_HERE = 'mount --bind "$0" "$0" && mount -o remount,bind,ro / && exec "$@"'
 
 pytestmark = pytest.mark.slow
 
@@ -34,6 +41,21 @@ def other_users(cli) -> None:
         pytest.skip("only root can act as another user, and with setpriv")
     if cli("serve", "--help", through=as_user(NOBODY)).returncode != 0:
         pytest.skip("other users may not read this installation")
+
+
+@pytest.fixture(scope="session")
+def in_mounts() -> Callable[[str, Path], tuple[str, ...]]:
+    """in_mounts(script, folder): words that run a command behind mounts of its own; skips where
+    nobody may make them."""
+    if shutil.which("unshare") is None or shutil.which("setpriv") is None:
+        pytest.skip("needs unshare and setpriv")
+    tried = subprocess.run(
+        ["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if tried.returncode:
+        pytest.skip(f"no mounts of our own: {tried.stderr.strip()}")
+    return lambda script, folder: ("unshare", "-rm", "sh", "-c", script, str(folder))
 
 
 @pytest.fixture
@@ -157,6 +179,30 @@ def test_a_missing_directory_for_temporary_files(cli, tiny_dir):
     assert len(result.stderr.splitlines()) == 1
 
 
+def test_a_file_system_that_is_read_only_is_enough_but_for_the_run_directory(
+    refused, cli, tiny_dir, run_dir, in_mounts
+):
+    elsewhere = run_dir.parent.with_name(f"{run_dir.parent.name}-other")
+    through = in_mounts(ONLY_HERE, run_dir.parent)
+    sentence = refused("--run-dir", elsewhere, through=through)
+    assert f"{elsewhere} cannot be used (read-only file system)" in sentence
+    assert "--run-dir" in sentence
+
+    # With a run directory nothing else needs to be written: no home, no temporary file.
+    where = ("--instance", "ro", "--run-dir", run_dir)
+    options = ("--model", tiny_dir, "--port", 0, "--kv-cache-gb", 0.01)
+    nowhere = {"HOME": "/does-not-exist", "TMPDIR": "/does-not-exist"}
+    started = cli("start", *where, *options, through=through, **nowhere)
+    try:
+        assert started.returncode == 0, started.stderr
+        log = (run_dir / "deepinfer.log").read_text()
+        assert "Traceback" not in log and "does-not-exist" not in log, log
+    finally:
+        stopped = cli("stop", *where)
+    assert stopped.returncode == 0, stopped.stderr
+    assert not run_dir.exists()
+
+
 # ---- names -----------------------------------------------------------------------------------------
 
 
@@ -207,6 +253,16 @@ def test_a_model_that_may_not_be_read(refused, model_dir, name):
     assert "ermission denied" in sentence or "cannot be read" in sentence
 
 
+def test_a_model_in_a_home_that_is_hidden(refused, model_dir, in_mounts):
+    home = model_dir.parent / "home"
+    (home / "me").mkdir(parents=True)
+    model = model_dir.rename(home / "me" / "model")
+    sentence = refused("--model", model, through=in_mounts(HIDE, home))
+    assert str(model) in sentence
+    assert "cannot be read by user" in sentence
+    assert "directories above" in sentence
+
+
 # ---- limits ----------------------------------------------------------------------------------------
 
 
@@ -214,6 +270,15 @@ def test_too_few_open_files(refused):
     sentence = refused(through=("prlimit", "--nofile=64:64"))
     assert sentence.startswith("Only 64 files may be open, but ")
     assert "ulimit -n" in sentence
+
+
+def test_too_few_threads(refused, cli):
+    through = (*as_user(STRANGER), *READS_ALL, "prlimit", f"--nproc={FEW_THREADS}:{FEW_THREADS}")
+    if os.geteuid() != 0 or cli("serve", "--help", through=through).returncode != 0:
+        pytest.skip("only root can act as a user without other processes, and with setpriv")
+    sentence = refused(through=through)
+    assert sentence.startswith(f"This user may have {FEW_THREADS} threads and has ")
+    assert "ulimit -u" in sentence
 
 
 def test_too_little_memory(refused, model_dir):

@@ -10,14 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hicache.cuda_row_copy import PinnedPool
+from hicache.errors import HostPoolError
 from workers.engine import EngineError, EngineInfo, StepPlan, StepResult
 from workers.memory_plan import pages_for
+from workers.models.deepseek_v41.cache_copies import DeepseekV41Copies
 from workers.models.deepseek_v41.slot_tables import PreparedStep, SlotTables
 from workers.models.deepseek_v41.states import cut_state, load_state
 from workers.models.deepseek_v41.step import StepBuilder
 from workers.sampler import SampledTokens, Sampler
 
 if TYPE_CHECKING:
+    from hicache.host_pool import HostPool
+    from workers.engine import CacheCopies
     from workers.models.deepseek_v41.engram_lookup import EngramLookup
     from workers.models.deepseek_v41.model import DeepseekV41
     from workers.models.deepseek_v41.serving_caches import ServingCaches
@@ -60,6 +65,7 @@ class DeepseekV41Engine:
         )
         self._sampler = Sampler(info.max_num_seqs, info.vocab_size, info.eos_token_ids, device)
         self._running: deque[_Running] = deque()
+        self._pinned: PinnedPool | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -157,7 +163,8 @@ class DeepseekV41Engine:
 
     def force_token(self, slot: int, token: int) -> None:
         """Make `token` the next input of `slot`, as if it had been sampled."""
-        self._tables.force(slot, token)
+        with torch.inference_mode():
+            self._tables.force(slot, token)
 
     def cut_state(self, slot: int, position: int) -> Tensor:
         """The stored form of the state that the sequence in `slot` had after `position` tokens: uint8
@@ -178,10 +185,23 @@ class DeepseekV41Engine:
         with torch.inference_mode():
             load_state(self.caches, slot, stored, position)
 
+    def cache_copies(self, pool: HostPool) -> CacheCopies:
+        """See `Engine.cache_copies`."""
+        if self._device.type == "cuda":
+            try:
+                self._pinned = PinnedPool(pool)
+            except HostPoolError as error:
+                raise EngineError(str(error)) from error
+        return DeepseekV41Copies(self, pool)
+
     def close(self) -> None:
         """See `Engine.close`."""
         if self._model is None:
             return
+        if self._pinned is not None:
+            torch.cuda.synchronize(self._device)
+            self._pinned.close()
+            self._pinned = None
         self._running.clear()
         self._model = None
         if self._engram is not None:

@@ -13,7 +13,7 @@ from workers.device import upload_int32
 from workers.models.deepseek_v41.step import Segment, Step, StepBuilder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from workers.engine import PromptChunk, StepPlan
     from workers.models.deepseek_v41.engram_lookup import EngramLookup
@@ -51,7 +51,7 @@ class SlotTables:
         self._last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._replay_from = [0] * max_num_seqs
         self._lengths = [0] * max_num_seqs
-        self._collected = torch.zeros(max_num_seqs, dtype=torch.int64, device="cpu")
+        self._collected = np.zeros(max_num_seqs, np.int64)
 
     def length(self, slot: int) -> int:
         """Tokens of the slot's sequence that launched steps have computed."""
@@ -73,13 +73,14 @@ class SlotTables:
         """Remember the tokens, int64 on the device, that a step sampled."""
         self._last_token[prepared.slot_index] = tokens
 
-    def collected(self, slots: Sequence[int], tokens: Tensor) -> None:
+    def collected(self, slots: list[int], tokens: Tensor) -> None:
         """Remember the same tokens once they are on the host."""
-        self._collected[torch.tensor(slots, dtype=torch.int64)] = tokens
+        self._collected[slots] = tokens.numpy()
 
     def force(self, slot: int, token: int) -> None:
         """Make `token` the next input of `slot`."""
-        self._last_token[slot] = self._collected[slot] = token
+        self._last_token[slot] = token
+        self._collected[slot] = token
 
     def _prepare_prompts(self, chunks: tuple[PromptChunk, ...], every_row: bool) -> PreparedStep:
         segments = [
@@ -143,7 +144,7 @@ class SlotTables:
         ]
         embeddings: Mapping[int, Tensor] = {}
         if self._engram is not None:
-            embeddings = self._engram.decodes(slots, self._collected[slots])
+            embeddings = self._engram.decodes(slots, torch.from_numpy(self._collected[slots]))
         step = self._builder.build(
             segments,
             self._last_token[index.long()],

@@ -1,0 +1,119 @@
+"""Engines over the tiny models, driven plan by plan, and their golden files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from transport.messages import SamplingParams
+from workers.engine import DecodeRow, PromptChunk, StepPlan
+from workers.engine_settings import EngineSettings
+from workers.models.deepseek_v41.engine import create_deepseek_v41_engine
+from workers.models.deepseek_v41.serving_engine import DeepseekV41Engine
+
+DATA = Path(__file__).parents[2] / "data"
+GREEDY = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
+
+
+def settings_for(model_dir: Path, **changes) -> EngineSettings:
+    values = dict(
+        model_dir=str(model_dir), accelerator="cpu", device_index=0, dtype="float32",
+        load_format="auto", max_model_len=512, max_num_seqs=4, kv_cache_gb=None,
+        gpu_memory_utilization=0.9, max_batched_tokens=512,
+        num_threads=1, report=lambda line: None, kv_dtype="float32",
+    )  # fmt: skip
+    return EngineSettings(**{**values, **changes})
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens of one sequence and where they are."""
+
+    slot: int
+    ids: list[int]
+    pages: tuple[int, ...]
+    replay_from: int = 0
+
+    def chunk(self, start: int, end: int, *, begin: bool | None = None) -> PromptChunk:
+        return PromptChunk(
+            slot=self.slot,
+            start=start,
+            tokens=np.asarray(self.ids[start:end], np.int32),
+            pages=self.pages,
+            sample=end == len(self.ids),
+            begin=start == 0 if begin is None else begin,
+            sampling=GREEDY,
+            seed=0,
+            prompt_len=len(self.ids),
+            history=np.asarray(self.ids, np.int32),
+            replay_from=self.replay_from,
+        )
+
+
+class Driver:
+    """An engine whose logits a test can see. Sequence s has its own pages, in no particular order."""
+
+    def __init__(self, engine: DeepseekV41Engine) -> None:
+        self.engine = engine
+        self.keep_tokens = engine.info.layout.keep_tokens
+
+    def prompt(self, ids, slot: int = 0) -> Prompt:
+        ids = [int(i) for i in ids]
+        first = slot * 4
+        replay_from = max(0, len(ids) - self.keep_tokens) if self.keep_tokens else 0
+        return Prompt(slot, ids, (first + 2, first, first + 3, first + 1), replay_from)
+
+    def prefill(self, prompt: Prompt, chunk: int = 1000, start: int = 0) -> torch.Tensor:
+        """Logits of the rows that the decoder layers run on, in order."""
+        return torch.cat(
+            [
+                self.step([prompt.chunk(at, min(at + chunk, len(prompt.ids)), begin=at == start)])
+                for at in range(start, len(prompt.ids), chunk)
+            ]
+        )
+
+    def step(self, chunks: list[PromptChunk]) -> torch.Tensor:
+        return self.engine.logits(StepPlan(0, prompts=tuple(chunks)))
+
+    def decode(self, tokens: dict[int, tuple[int, int]]) -> torch.Tensor:
+        """One step; by slot the token and its position."""
+        for slot, (token, _) in tokens.items():
+            self.engine.force_token(slot, token)
+        rows = tuple(DecodeRow(slot, position) for slot, (_, position) in tokens.items())
+        return self.engine.logits(StepPlan(0, decodes=rows))
+
+    def continue_greedily(self, prompt: Prompt, last: torch.Tensor, count: int = 32):
+        """Tokens and the logits that each was taken from, after a prefill that ended with `last`."""
+        tokens, logits = [], []
+        for position in range(len(prompt.ids), len(prompt.ids) + count):
+            tokens.append(int(last.argmax()))
+            logits.append(last)
+            (last,) = self.decode({prompt.slot: (tokens[-1], position)})
+        return tokens, torch.stack(logits)
+
+
+@pytest.fixture(scope="module")
+def make_driver():
+    """Loads an engine over one of the tiny models; closed after the module's tests."""
+    made: dict[object, Driver] = {}
+
+    def make(model: str = "v41_tiny", **changes) -> Driver:
+        key = (model, tuple(sorted(changes.items())))
+        if key not in made:
+            made[key] = Driver(create_deepseek_v41_engine(settings_for(DATA / model, **changes)))
+        return made[key]
+
+    yield make
+    for driver in made.values():
+        driver.engine.close()
+
+
+@pytest.fixture(scope="session")
+def golden():
+    """Golden files by model and name."""
+    return lambda model, name: load_file(DATA / model / f"{name}.safetensors")

@@ -1,0 +1,123 @@
+"""States cut out of a slot and continued elsewhere, as a prefix cache does."""
+
+import pytest
+import torch
+
+from workers.models.deepseek_v41.engram_hash import BORDER
+from workers.models.deepseek_v41.step import Segment, StepBuilder
+
+KEEP = 24
+
+
+@pytest.fixture
+def driver(make_driver):
+    return make_driver(keep_tokens=KEEP, stores_prefixes=True)
+
+
+@pytest.fixture
+def ids(golden):
+    return golden("v41_tiny", "golden")["p300.input_ids"].tolist()
+
+
+def copy_pages(driver, source, target, count):
+    pages = driver.engine.caches.pages
+    for block in range(count):
+        pages[target.pages[block]] = pages[source.pages[block]]
+
+
+def check(driver, golden, prompt, logits):
+    expected = golden("v41_tiny", "golden_replay")
+    torch.testing.assert_close(
+        logits[-16:], expected["p300.keep24.logits_last16"], atol=1e-3, rtol=0
+    )
+    tokens, decoded = driver.continue_greedily(prompt, logits[-1])
+    torch.testing.assert_close(
+        decoded, expected["p300.keep24.decode_logits"], atol=1e-3, rtol=0
+    )
+    assert tokens == expected["p300.keep24.greedy"].tolist()
+
+
+@pytest.mark.parametrize("chunk", [1000, 100])
+@pytest.mark.parametrize("position", [128, 256])
+def test_a_prefix_hit_gives_the_numbers_of_a_cold_run(driver, golden, ids, position, chunk):
+    """The first owner only shares the prefix; both anchors are cut after its whole prompt."""
+    owner = driver.prompt(ids[:position] + [7, 8, 9, *ids[40:60]], slot=0)
+    with torch.inference_mode():
+        driver.prefill(owner, chunk)
+        state = driver.engine.cut_state(0, position)
+        assert len(state) == driver.engine.info.layout.stored_state_bytes
+        driver.engine.caches.states[1] = 77  # whoever had the slot before
+        hit = driver.prompt(ids, slot=1)
+        copy_pages(driver, owner, hit, position // 128)
+        driver.engine.load_state(1, state, position)
+        check(driver, golden, hit, driver.prefill(hit, chunk, start=position))
+
+
+def test_both_anchors_of_a_prompt_can_be_cut(driver, ids):
+    """floor128(L) for a longer next turn, floor128(L - keep) for the same prompt again."""
+    for length in (256, 270, 279, 280, 299):
+        prompt = driver.prompt(ids[:length])
+        driver.prefill(prompt)
+        for anchor in {length // 128 * 128, (length - KEEP) // 128 * 128}:
+            driver.engine.cut_state(0, anchor)
+    with pytest.raises(ValueError, match="no state at 0 in it"):
+        driver.engine.cut_state(0, 0)
+    with pytest.raises(ValueError, match="no page border"):
+        driver.engine.cut_state(0, 200)
+    with pytest.raises(ValueError, match="bytes here"):
+        driver.engine.load_state(0, torch.zeros(3, dtype=torch.uint8), 128)
+
+
+def test_a_state_survives_the_round_trip_through_another_slot(driver, ids):
+    driver.prefill(driver.prompt(ids[:256]))
+    state = driver.engine.cut_state(0, 256)
+    driver.engine.load_state(2, state, 256)
+    driver.engine._tables._lengths[2] = 256
+    assert torch.equal(driver.engine.cut_state(2, 256), state)
+    assert state.any()
+
+
+def test_without_bounded_replay_a_hit_is_exact_too(make_driver, golden, ids):
+    driver = make_driver(stores_prefixes=True)
+    owner, hit = driver.prompt(ids, slot=0), driver.prompt(ids, slot=1)
+    driver.prefill(owner)
+    with torch.inference_mode():
+        copy_pages(driver, owner, hit, 2)
+    driver.engine.load_state(1, driver.engine.cut_state(0, 256), 256)
+    logits = driver.prefill(hit, start=256)
+    expected = golden("v41_tiny", "golden")["p300.logits_last16"]
+    torch.testing.assert_close(logits[-16:], expected, atol=1e-3, rtol=0)
+
+
+def test_lost_windows_are_replayed_from_the_embeddings(driver, golden, ids):
+    """A hit of 256 tokens without a state: the encoder starts a window early and writes no entries of
+    the prefix; what it yields is known from the golden file, and is not the exact result."""
+    cold = driver.prompt(ids, slot=0)
+    engine, config = driver.engine, driver.engine._model.config
+    with torch.inference_mode():
+        driver.prefill(cold)
+        engine.caches.states.zero_()
+        begin = 256 - config.sliding_window
+        engram = engine._engram
+        engram._tails[0] = BORDER
+        engram.begin(0, cold.chunk(0, 300).tokens, begin)
+        segment = Segment(
+            0, begin, 300 - begin, replay_from=276, window_from=begin, store_from=256
+        )
+        step = StepBuilder(config, engine.caches.layout, exact=False).build(
+            [segment],
+            torch.tensor(ids[begin:]),
+            engine._tables._block_table,
+            [(0, p) for p in range(284, 300)],
+            engram.prompts([(0, begin, cold.chunk(begin, 300).tokens)]),
+        )
+        logits = engine._model(step, engine.caches)
+    expected = golden("v41_tiny", "golden_replay")
+    torch.testing.assert_close(
+        logits, expected["p300.hit256.keep24.logits_last16"], atol=1e-3, rtol=0
+    )
+    tokens, decoded = driver.continue_greedily(cold, logits[-1])
+    assert tokens == expected["p300.hit256.keep24.greedy"].tolist()
+    torch.testing.assert_close(
+        decoded, expected["p300.hit256.keep24.decode_logits"], atol=1e-3, rtol=0
+    )

@@ -72,6 +72,7 @@ class PrefixTransfers:
                 copies.append(self._copies.load_state(slot, hit.num_tokens, hit.state_slot))
                 num_bytes += self._geometry.state_bytes
             self._open.append(_Transfer(hit, tuple(copies), num_bytes, started))
+        self.poll()  # on a CPU, they are over
 
     def store(self, stores: Iterable[PrefixStore]) -> None:
         """Start the copies of what the launched plan computes."""
@@ -85,6 +86,7 @@ class PrefixTransfers:
                 self._copies.store_state(slot, state.position, state.slot) for state in plan.states
             ]
             self._open.append(_Transfer(store, tuple(copies), plan.num_bytes, started))
+        self.poll()
 
     def poll(self) -> bool:
         """Finish what has arrived, in the order in which it was started. Whether anything has: a

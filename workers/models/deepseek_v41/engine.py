@@ -12,8 +12,8 @@ import torch
 
 from workers.cache_layout import weights_identity
 from workers.device import default_dtype, open_device
-from workers.host_memory import available_host_memory
 from workers.engine import EngineError, EngineInfo, ModelLoadError
+from workers.host_memory import available_host_memory
 from workers.memory_plan import PoolPlan, host_pool_bytes, pages_for, plan_pool
 from workers.models.deepseek_v41.cache_layout import build_cache_layout
 from workers.models.deepseek_v41.checkpoint import open_checkpoint

@@ -114,7 +114,7 @@ class DeepseekV41Engine:
         done = None
         if self._device.type == "cuda":
             sampled = sampled.to_host()
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         return _Running(plan.step, prepared.slots, sampled, done)
 

@@ -1,0 +1,54 @@
+"""Pages and stored states on their way between this engine and a host pool."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from hicache.cuda_row_copy import CudaRowCopier, StreamMark
+from hicache.row_copy import CpuRowCopier, Done, PendingCopy, RowCopier
+
+if TYPE_CHECKING:
+    from hicache.host_pool import HostPool
+    from hicache.runs import IndexArray
+    from workers.models.deepseek_v41.serving_engine import DeepseekV41Engine
+
+
+class DeepseekV41Copies:
+    """See `workers.engine.CacheCopies`. On a GPU the pool is page-locked already."""
+
+    def __init__(self, engine: DeepseekV41Engine, pool: HostPool) -> None:
+        pages = engine.caches.pages
+        self._engine = engine
+        self._on_cpu = pages.device.type == "cpu"
+        self._pages: RowCopier
+        if self._on_cpu:
+            self._pages = CpuRowCopier(pages.numpy(), pool.page_rows)
+        else:
+            self._pages = CudaRowCopier(pages, pool.page_rows)
+        self._states = torch.from_numpy(pool.state_rows)
+        self._device = pages.device
+
+    def load_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
+        """See `CacheCopies`."""
+        return self._pages.upload(pages, host_slots)
+
+    def store_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
+        """See `CacheCopies`."""
+        return self._pages.download(pages, host_slots)
+
+    def load_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
+        """See `CacheCopies`."""
+        stored = self._states[host_slot].to(self._device, non_blocking=True)
+        self._engine.load_state(slot, stored, position)
+        return self._mark()
+
+    def store_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
+        """See `CacheCopies`."""
+        stored = self._engine.cut_state(slot, position)
+        self._states[host_slot].copy_(stored, non_blocking=True)
+        return self._mark()
+
+    def _mark(self) -> PendingCopy:
+        return Done() if self._on_cpu else StreamMark()

@@ -9,9 +9,7 @@ LENGTHS = (37, 130, 300)
 
 def check(driver, golden, key, prompt, logits, steps=32):
     """The prompt's last rows, then decode steps, against the golden values under `key`."""
-    torch.testing.assert_close(
-        logits[-16:], golden[f"{key}.logits_last16"], atol=TOLERANCE, rtol=0
-    )
+    torch.testing.assert_close(logits[-16:], golden[f"{key}.logits_last16"], atol=TOLERANCE, rtol=0)
     tokens, decoded = driver.continue_greedily(prompt, logits[-1], steps)
     expected = golden[f"{key}.decode_logits"][:steps]
     torch.testing.assert_close(decoded, expected, atol=TOLERANCE, rtol=0)
@@ -51,7 +49,10 @@ def test_a_batch_does_not_change_a_sequence(make_driver, golden):
         for length, row in zip(LENGTHS, last, strict=True):
             wanted = expected[f"p{length}.decode_logits"][step]
             torch.testing.assert_close(row, wanted, atol=TOLERANCE, rtol=0)
-        tokens = {p.slot: (int(row.argmax()), len(p.ids) + step) for p, row in zip(prompts, last)}
+        tokens = {
+            p.slot: (int(row.argmax()), len(p.ids) + step)
+            for p, row in zip(prompts, last, strict=True)
+        }
         assert [t for t, _ in tokens.values()] == [
             int(expected[f"p{n}.greedy"][step]) for n in LENGTHS
         ]
@@ -71,8 +72,9 @@ def test_bounded_replay(make_driver, golden, chunk, length, stores_prefixes):
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_bounded_replay_of_the_quantised_model(make_driver, golden, length):
-    driver, expected = make_driver("v41_tiny_quant", keep_tokens=24), golden(
-        "v41_tiny_quant", "golden"
+    driver, expected = (
+        make_driver("v41_tiny_quant", keep_tokens=24),
+        golden("v41_tiny_quant", "golden"),
     )
     prompt = driver.prompt(expected[f"p{length}.input_ids"])
     check(driver, expected, f"p{length}.keep24", prompt, driver.prefill(prompt, 50), 8)
@@ -86,8 +88,9 @@ def test_bounded_replay_of_a_short_prompt_cuts_nothing(make_driver, golden):
 
 def test_compact_caches_round_as_the_model_was_trained(make_driver, golden):
     """Rounding turns float noise into visible steps, so only the choice of tokens is compared."""
-    driver, expected = make_driver("v41_tiny_quant", kv_dtype="auto"), golden(
-        "v41_tiny_quant", "golden_cacheq"
+    driver, expected = (
+        make_driver("v41_tiny_quant", kv_dtype="auto"),
+        golden("v41_tiny_quant", "golden_cacheq"),
     )
     assert driver.engine.info.layout.page_tensors[0].dtype == "uint8"
     prompt = driver.prompt(expected["p37.input_ids"])

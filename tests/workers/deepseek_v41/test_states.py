@@ -31,9 +31,7 @@ def check(driver, golden, prompt, logits):
         logits[-16:], expected["p300.keep24.logits_last16"], atol=1e-3, rtol=0
     )
     tokens, decoded = driver.continue_greedily(prompt, logits[-1])
-    torch.testing.assert_close(
-        decoded, expected["p300.keep24.decode_logits"], atol=1e-3, rtol=0
-    )
+    torch.testing.assert_close(decoded, expected["p300.keep24.decode_logits"], atol=1e-3, rtol=0)
     assert tokens == expected["p300.keep24.greedy"].tolist()
 
 
@@ -41,7 +39,7 @@ def check(driver, golden, prompt, logits):
 @pytest.mark.parametrize("position", [128, 256])
 def test_a_prefix_hit_gives_the_numbers_of_a_cold_run(driver, golden, ids, position, chunk):
     """The first owner only shares the prefix; both anchors are cut after its whole prompt."""
-    owner = driver.prompt(ids[:position] + [7, 8, 9, *ids[40:60]], slot=0)
+    owner = driver.prompt([*ids[:position], 7, 8, 9, *ids[40:60]], slot=0)
     with torch.inference_mode():
         driver.prefill(owner, chunk)
         state = driver.engine.cut_state(0, position)
@@ -101,9 +99,7 @@ def test_lost_windows_are_replayed_from_the_embeddings(driver, golden, ids):
         engram = engine._engram
         engram._tails[0] = BORDER
         engram.begin(0, cold.chunk(0, 300).tokens, begin)
-        segment = Segment(
-            0, begin, 300 - begin, replay_from=276, window_from=begin, store_from=256
-        )
+        segment = Segment(0, begin, 300 - begin, replay_from=276, window_from=begin, store_from=256)
         step = StepBuilder(config, engine.caches.layout, exact=False).build(
             [segment],
             torch.tensor(ids[begin:]),

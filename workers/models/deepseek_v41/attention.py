@@ -51,7 +51,7 @@ class Attention(nn.Module):
     def queries(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Queries [T,H,D], and the low-rank vector that they (and the indexer's) are made from."""
         low_rank = self.q_norm(self.wq_a(x))
-        queries = self.wq_b(low_rank).unflatten(-1, (self.heads, -1))
+        queries = torch.unflatten(self.wq_b(low_rank), -1, (self.heads, -1))
         return rotation.apply_(queries), low_rank
 
     def window_kv(self, x: Tensor, rotation: Rotation) -> Tensor:
@@ -60,8 +60,9 @@ class Attention(nn.Module):
 
     def output(self, heads: Tensor, rotation: Rotation) -> Tensor:
         """[T,H,D] -> [T,hidden_size]: rotate back, then project in groups of heads."""
-        grouped = rotation.apply_(heads, inverse=True).unflatten(1, (self.groups, -1)).flatten(2)
-        weight = self.wo_a.weight.unflatten(0, (self.groups, -1))
+        rotated = rotation.apply_(heads, inverse=True)
+        grouped = torch.unflatten(rotated, 1, (self.groups, -1)).flatten(2)
+        weight = torch.unflatten(self.wo_a.weight, 0, (self.groups, -1))
         low_rank = torch.bmm(grouped.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
         out: Tensor = self.wo_b(low_rank.flatten(1))
         return out

@@ -33,7 +33,7 @@ class Engram(nn.Module):
             stream: any float type.
             embeddings: [T, rows * head_dim]: the token's table rows, in order.
         """
-        looked_up = self.wkv(embeddings).float().unflatten(-1, (self.copies + 1, -1))
+        looked_up = torch.unflatten(self.wkv(embeddings).float(), -1, (self.copies + 1, -1))
         key, value = looked_up[:, :-1], looked_up[:, -1:]
         query = stream.float()
         match = (query * self.q_weight * self.k_weight * key).sum(-1, keepdim=True)
@@ -41,4 +41,5 @@ class Engram(nn.Module):
         match = match * query.shape[-1] ** -0.5
         # A match of 0 takes the sign of its sign bit.
         root = torch.copysign(match.abs().clamp(min=1e-6).sqrt(), match)
-        return (query + torch.sigmoid(root) * value).to(stream.dtype)
+        gated: Tensor = query + torch.sigmoid(root) * value
+        return gated.to(stream.dtype)

@@ -68,7 +68,7 @@ def entry_arrays(
     sequence = np.repeat(np.arange(len(spans), dtype=np.int32), runs[:, 1])
     start, first_row, count, slot = (
         np.array([getattr(s, name) for s in spans], np.int32)
-        for name in ("start", "first_row", "count", "slot")
+        for name in ("start", "first_row", "rows", "slot")
     )
     token = entry[:, None] * ratio + np.arange(ratio, dtype=np.int32)
     own = len(spans) * tail_ring + (first_row - start)[sequence][:, None] + token
@@ -104,7 +104,7 @@ def build_entries(
     return Entries(
         ratio=ratio,
         positions=positions,
-        members=members.unflatten(0, (-1, ratio)),
+        members=members.view(-1, ratio),
         page=block_tables[sequence, positions // PAGE_TOKENS],
         place=entry % entries_per_page(ratio),
         tail_rows=tail_rows,

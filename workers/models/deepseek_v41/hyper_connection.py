@@ -48,11 +48,11 @@ class HyperConnection(nn.Module):
         n = self.copies
         flat = stream.flatten(1).float()
         z = (flat @ self.fn.T) * inverse_rms(flat, self.norm_eps)
-        pre_z, post_z, comb_z = z.split((n, n, n * n), dim=-1)
-        pre_base, post_base, comb_base = self.base.split((n, n, n * n))
+        pre_z, post_z, comb_z = torch.split(z, [n, n, n * n], dim=-1)
+        pre_base, post_base, comb_base = torch.split(self.base, [n, n, n * n])
         pre = torch.sigmoid(pre_z * self.scale[0] + pre_base) + self.eps
         post = 2 * torch.sigmoid(post_z * self.scale[1] + post_base)
-        comb = (comb_z * self.scale[2] + comb_base).unflatten(-1, (n, n))
+        comb = torch.unflatten(comb_z * self.scale[2] + comb_base, -1, (n, n))
         return Mix(pre, post, self._balance(comb))
 
     def _balance(self, comb: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class Indexer(nn.Module):
 
     def queries(self, x: Tensor, qr: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Queries [T,H,Di] and head weights, float32 [T,H]."""
-        queries = rotation.apply_(self.wq_b(qr).unflatten(-1, (self.heads, -1)))
+        queries = rotation.apply_(torch.unflatten(self.wq_b(qr), -1, (self.heads, -1)))
         return queries, self.weights_proj(x).float() * self.scale
 
     def keys(self, latent: Tensor, rotation: Rotation) -> Tensor:
@@ -105,7 +105,7 @@ class EntryChooser:
         assert role.kv_source is not None
         config, rows, ratio = self._config, self._rows, role.ratio
         visible = (rows.positions + 1) // ratio
-        most = max((span.end // ratio for span in rows.spans if span.count), default=0)
+        most = max((span.end // ratio for span in rows.spans if span.rows), default=0)
         width = config.index_topk if self._exact else min(config.index_topk, most)
         number = torch.arange(width, device=visible.device)
         chosen = torch.where(number < visible[:, None], number, -1)
@@ -140,17 +140,17 @@ class EntryChooser:
         spans = self._rows.spans
         most = max((span.end // ratio for span in spans), default=0)
         limit = max(1, _SCORE_ELEMENTS // max(1, most))
-        if not self._exact and all(span.count == 1 for span in spans):
+        if not self._exact and all(span.rows == 1 for span in spans):
             return [
                 _Part(slice(i, i + len(some)), i, some)
                 for i in range(0, len(spans) if most > top else 0, limit)
                 for some in [spans[i : i + limit]]
             ]
         return [
-            _Part(slice(row, min(row + limit, span.first_row + span.count)), i, (span,))
+            _Part(slice(row, min(row + limit, span.first_row + span.rows)), i, (span,))
             for i, span in enumerate(spans)
             if span.end // ratio > top
-            for row in range(span.first_row, span.first_row + span.count, limit)
+            for row in range(span.first_row, span.first_row + span.rows, limit)
         ]
 
     def _scores(self, role: LayerRole, query: IndexQuery, part: _Part) -> Tensor:
@@ -167,12 +167,12 @@ class EntryChooser:
         limit = max(1, _PRODUCT_ELEMENTS // (queries.shape[1] * _TILE_PAGES * per_page))
         scores = [
             score_tile(
-                queries.unflatten(0, by_sequence),
-                weights.unflatten(0, by_sequence),
+                torch.unflatten(queries, 0, by_sequence),
+                torch.unflatten(weights, 0, by_sequence),
                 self._caches.index_keys(role.kv_source, tile),
                 limit,
             ).flatten(0, 1)
-            for tile in tables.split(_TILE_PAGES, dim=1)
+            for tile in torch.split(tables, _TILE_PAGES, dim=1)
         ]
         return torch.cat(scores, dim=1)
 
@@ -188,7 +188,7 @@ class EntryChooser:
         def score(q: Tensor, w: Tensor) -> tuple[Tensor, ...]:
             tile_scores = [
                 score_tile(q[None], w[None], self._caches.index_keys(source, pages), TILE_ROWS)[0]
-                for pages in padded.split(_TILE_PAGES, dim=1)
+                for pages in torch.split(padded, _TILE_PAGES, dim=1)
             ]
             return (torch.cat(tile_scores, dim=1),)
 
@@ -198,7 +198,7 @@ class EntryChooser:
         """bool [R,blocks]: the best blocks of entries; the newest visible one is always kept."""
         size = self._config.candidate_block_size
         padded = functional.pad(scores, (0, -scores.shape[1] % size), value=-torch.inf)
-        best = padded.unflatten(1, (-1, size)).amax(-1)
+        best = torch.unflatten(padded, 1, (-1, size)).amax(-1)
         newest = (visible - 1).clamp(min=0) // size
         best.scatter_(1, newest[:, None], torch.inf)
         return largest(best, self._config.candidate_topk_blocks)
@@ -231,7 +231,7 @@ def score_tile(queries: Tensor, weights: Tensor, keys: Tensor, limit: int) -> Te
         for q in range(0, count, step_q):
             block = queries[s : s + step_s, q : q + step_q]
             products = batched_product(block.flatten(1, 2), transposed).relu_()
-            grouped = products.unflatten(1, (-1, heads)).flatten(0, 1)
+            grouped = torch.unflatten(products, 1, (-1, heads)).flatten(0, 1)
             weight = weights[s : s + step_s, q : q + step_q].flatten(0, 1)
             parts.append(torch.bmm(weight[:, None], grouped).view(*block.shape[:2], -1))
         by_sequence.append(torch.cat(parts, dim=1))

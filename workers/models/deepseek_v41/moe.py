@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from workers.models.deepseek_v41.experts import ExpertMatrix, Experts
 
 _TILE_WEIGHTS: Final = 1 << 28
-"""Weights of one matrix kind that a group of tiles may hold unpacked at once."""
+"""Elements of unpacked expert matrices of one kind that one product may hold."""
 
 
 class Gate(nn.Module):
@@ -86,7 +86,8 @@ class MoE(nn.Module):
         chosen, weights = self.gate(x)
         tile = 1 if one_row_tiles else tile_rows(chosen.numel(), self.experts.count)
         routed = routed_experts(self.experts, x, chosen, weights, self.limit, tile)
-        return (routed + self.shared_experts(x).float()).to(x.dtype)
+        shared: Tensor = self.shared_experts(x)
+        return (routed + shared.float()).to(x.dtype)
 
 
 def tile_rows(pairs: int, experts: int) -> int:
@@ -114,26 +115,23 @@ def routed_experts(
     inputs[place] = x[order // top]
     scales = weights.new_zeros(len(inputs))
     scales[place] = weights.flatten()[order]
+    tiled, tiled_scales = inputs.view(-1, tile, x.shape[1]), scales.view(-1, tile)
+    group = max(1, _TILE_WEIGHTS // experts.matrix_elements)
     outputs = torch.cat(
         [
-            _tile_outputs(experts, part, ids, scale, limit)
-            for part, ids, scale in zip(
-                *_groups(experts, inputs.unflatten(0, (-1, tile)), tile_expert, scales, tile),
-                strict=True,
+            _tile_outputs(
+                experts,
+                tiled[i : i + group],
+                tile_expert[i : i + group],
+                tiled_scales[i : i + group],
+                limit,
             )
+            for i in range(0, len(tile_expert), group)
         ]
     ).flatten(0, 1)
     by_pair = torch.empty(len(order), x.shape[1], dtype=torch.float32, device=x.device)
     by_pair[order] = outputs[place]
-    return by_pair.unflatten(0, (-1, top)).sum(1)
-
-
-def _groups(
-    experts: Experts, inputs: Tensor, tile_expert: Tensor, scales: Tensor, tile: int
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Split the tiles so that unpacked weights stay within bounds."""
-    size = max(1, _TILE_WEIGHTS // experts.matrix_elements)
-    return inputs.split(size), tile_expert.split(size), scales.unflatten(0, (-1, tile)).split(size)
+    return by_pair.view(-1, top, x.shape[1]).sum(1)
 
 
 def _tile_outputs(

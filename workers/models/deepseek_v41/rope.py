@@ -32,7 +32,7 @@ class Rotation:
             inverse: rotate back.
         """
         half = self.cos.shape[-1]
-        pairs = x[..., x.shape[-1] - 2 * half :].unflatten(-1, (half, 2))
+        pairs = torch.unflatten(x[..., x.shape[-1] - 2 * half :], -1, (half, 2))
         shape = (self.cos.shape[0], *(1 for _ in x.shape[1:-1]), half)
         cos, sin = self.cos.view(shape), self.sin.view(shape)
         if inverse:

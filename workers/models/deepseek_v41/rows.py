@@ -34,14 +34,15 @@ class Span(NamedTuple):
     slot: int
     first_row: int
     start: int
-    count: int
+    rows: int
+    """How many."""
     window_from: int
     """First position that a window may look at; 0 unless earlier window KV is missing on purpose."""
 
     @property
     def end(self) -> int:
         """Position after the last row's."""
-        return self.start + self.count
+        return self.start + self.rows
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def map_rows(
         return _map_tiles(function, inputs, tiles)
     if limit is None or len(inputs[0]) <= limit:
         return function(*inputs)
-    parts = [function(*part) for part in zip(*(x.split(limit) for x in inputs), strict=True)]
+    parts = [function(*part) for part in zip(*(torch.split(x, limit) for x in inputs), strict=True)]
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
@@ -152,7 +153,7 @@ class Rows:
 
 def row_arrays(spans: Sequence[Span], ring: int) -> list[IntArray]:
     """The host side of `Rows`, in the order in which `build_rows` takes it."""
-    counts = np.array([s.count for s in spans], np.int32)
+    counts = np.array([s.rows for s in spans], np.int32)
     kept = np.minimum(counts, ring)
     slots = np.array([s.slot for s in spans], np.int32)
     first = np.array([s.first_row for s in spans], np.int32)
@@ -194,7 +195,7 @@ def build_rows(
         written_rows=rows,
         written_slot=slots,
         written_place=places,
-        tiles=position_tiles([(s.start, s.count) for s in spans]) if exact else None,
+        tiles=position_tiles([(s.start, s.rows) for s in spans]) if exact else None,
     )
 
 

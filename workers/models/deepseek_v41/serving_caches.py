@@ -117,9 +117,9 @@ class ServingCaches:
         """float32 [num_slots, ring, 2, D] of a source of ratio above 1: gate score, then latent."""
         shape = (self.layout.tail_rings[source], 2, self._head_dim)
         flat = _view(self.states, self.layout.tail_offsets[source], (4 * prod(shape),))
-        return flat.view(torch.float32).unflatten(1, shape)
+        return torch.unflatten(flat.view(torch.float32), 1, shape)
 
 
 def _view(pool: Tensor, offset: int, shape: tuple[int, ...]) -> Tensor:
     """View [rows, *shape] of the bytes from `offset` on in every row."""
-    return pool[:, offset : offset + prod(shape)].unflatten(1, shape)
+    return torch.unflatten(pool[:, offset : offset + prod(shape)], 1, shape)

@@ -81,7 +81,7 @@ class PlainVectors:
 
     def decode_page(self, pages: Tensor, entries: int) -> Tensor:
         """See `IndexFormat`."""
-        return self.decode(pages.unflatten(-1, (entries, self.record_bytes)))
+        return self.decode(torch.unflatten(pages, -1, (entries, self.record_bytes)))
 
 
 class CompactVectors:
@@ -113,8 +113,8 @@ class CompactVectors:
     def decode_page(self, pages: Tensor, entries: int) -> Tensor:
         """See `IndexFormat`."""
         border = entries * self._data_bytes
-        data = pages[..., :border].unflatten(-1, (entries, -1))
-        scales = pages[..., border:].unflatten(-1, (entries, -1))
+        data = torch.unflatten(pages[..., :border], -1, (entries, -1))
+        scales = torch.unflatten(pages[..., border:], -1, (entries, -1))
         keys = self._record.dequantize(data.contiguous(), scales.contiguous())
         return keys.to(self._compute)
 

@@ -115,7 +115,7 @@ class StepBuilder:
         encoder = _spans(segments, [s.start for s in segments], [s.window_from for s in segments])
         starts = [min(s.end, max(s.start, s.replay_from)) for s in segments]
         decoder = _spans(segments, starts, [s.replay_from for s in segments])
-        kept = sum(span.count for span in decoder)
+        kept = sum(span.rows for span in decoder)
         logit_rows = np.array(
             [decoder[i].first_row + p - decoder[i].start for i, p in logits_of], np.int32
         )
@@ -171,4 +171,4 @@ def _spans(
 def _kept_rows(encoder: tuple[Span, ...], decoder: tuple[Span, ...]) -> IntArray:
     """Rows of `encoder` that are in `decoder` too."""
     first = [e.first_row + d.start - e.start for e, d in zip(encoder, decoder, strict=True)]
-    return ragged_arange(np.array(first, np.int32), np.array([d.count for d in decoder], np.int32))
+    return ragged_arange(np.array(first, np.int32), np.array([d.rows for d in decoder], np.int32))

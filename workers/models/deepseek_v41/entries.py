@@ -8,14 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workers.cache_layout import PAGE_TOKENS
-from workers.models.deepseek_v41.rows import (
-    IntArray,
-    Span,
-    Tile,
-    position_tiles,
-    ragged_arange,
-)
+from workers.models.deepseek_v41.rows import IntArray, Span, ragged_arange
 from workers.models.deepseek_v41.serving_layout import entries_per_page
+from workers.row_tiles import Tile, position_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

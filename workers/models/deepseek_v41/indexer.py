@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from workers.models.deepseek_v41.linear import Linear, RMSNorm, batched_product
-from workers.models.deepseek_v41.rows import TILE_ROWS, Rows, map_rows, position_tiles
+from workers.models.deepseek_v41.rows import Rows
 from workers.models.deepseek_v41.serving_layout import entries_per_page
+from workers.row_tiles import TILE_ROWS, map_rows, position_tiles
 
 if TYPE_CHECKING:
     from workers.models.deepseek_v41.config import LayerRole, ModelConfig

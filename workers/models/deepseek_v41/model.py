@@ -15,7 +15,7 @@ from workers.models.deepseek_v41.indexer import Choice, EntryChooser, IndexQuery
 from workers.models.deepseek_v41.linear import Linear, RMSNorm, batched_product
 from workers.models.deepseek_v41.moe import MoE
 from workers.models.deepseek_v41.rope import Rotation, compressed_rope, window_rope
-from workers.models.deepseek_v41.rows import map_rows
+from workers.row_tiles import map_rows
 
 if TYPE_CHECKING:
     from workers.models.deepseek_v41.config import LayerRole, ModelConfig

@@ -7,25 +7,20 @@ so a step has one `Rows` for each of the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from workers.row_tiles import RowFunction, Tile, map_rows, position_tiles
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 IntArray = npt.NDArray[np.int32]
-
-RowFunction = Callable[..., tuple[Tensor, ...]]
-"""From tensors of n rows each to tensors of n rows each, every row by itself."""
-
-TILE_ROWS: Final = 32
-"""Rows of a tile in the exact mode."""
 
 
 class Span(NamedTuple):
@@ -43,74 +38,6 @@ class Span(NamedTuple):
     def end(self) -> int:
         """Position after the last row's."""
         return self.start + self.rows
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Rows first .. first+count-1, which belong at `offset` of a fixed tile."""
-
-    first: int
-    count: int
-    offset: int
-
-
-def position_tiles(runs: Sequence[tuple[int, int]]) -> list[Tile]:
-    """Cut runs of (first position, count) into tiles: a row's place is its position modulo the tile.
-
-    Equal positions of equal sequences then meet the same arithmetic, whatever else runs.
-    """
-    tiles, row = [], 0
-    for start, count in runs:
-        position, end = start, start + count
-        while position < end:
-            offset = position % TILE_ROWS
-            taken = min(TILE_ROWS - offset, end - position)
-            tiles.append(Tile(row, taken, offset))
-            position += taken
-            row += taken
-    return tiles
-
-
-def map_rows(
-    function: RowFunction,
-    inputs: tuple[Tensor, ...],
-    tiles: list[Tile] | None,
-    limit: int | None = None,
-) -> tuple[Tensor, ...]:
-    """Apply a function that treats every row by itself.
-
-    Args:
-        function: from tensors of n rows each to tensors of n rows each.
-        inputs: tensors of as many rows.
-        tiles: None: call it on all rows at once. Else the exact mode: one call a tile, always on
-            `TILE_ROWS` rows, absent ones zero.
-        limit: most rows to a call, to bound its memory.
-    """
-    if tiles is not None:
-        return _map_tiles(function, inputs, tiles)
-    if limit is None or len(inputs[0]) <= limit:
-        return function(*inputs)
-    parts = [function(*part) for part in zip(*(torch.split(x, limit) for x in inputs), strict=True)]
-    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
-
-
-def _map_tiles(
-    function: RowFunction,
-    inputs: tuple[Tensor, ...],
-    tiles: list[Tile],
-) -> tuple[Tensor, ...]:
-    results: list[tuple[Tensor, ...]] = []
-    for tile in tiles:
-        padded = [x.new_zeros(TILE_ROWS, *x.shape[1:]) for x in inputs]
-        inside = slice(tile.offset, tile.offset + tile.count)
-        for buffer, x in zip(padded, inputs, strict=True):
-            buffer[inside] = x[tile.first : tile.first + tile.count]
-        results.append(tuple(y[inside] for y in function(*padded)))
-    if not results:  # no rows: let the function say what its results look like
-        return tuple(
-            y[:0] for y in function(*(x.new_zeros(TILE_ROWS, *x.shape[1:]) for x in inputs))
-        )
-    return tuple(torch.cat(column) for column in zip(*results, strict=True))
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,11 @@ from workers.models.deepseek_v41.rows import (
     IntArray,
     Rows,
     Span,
-    Tile,
     build_rows,
-    position_tiles,
     ragged_arange,
     row_arrays,
 )
+from workers.row_tiles import Tile, position_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

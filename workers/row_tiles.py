@@ -1,0 +1,90 @@
+"""Batch invariance: arithmetic on tiles of a fixed number of rows, placed by position.
+
+The result of a matrix product for one row can depend, in its last bits, on how many rows there are and
+which one it is. Here a row always meets the same shapes: its place in its tile follows from its
+position, and a tile always has the same number of rows. So equal positions of equal sequences give
+equal bits, whatever else is in the step and however the prompt was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+RowFunction = Callable[..., tuple[Tensor, ...]]
+"""From tensors of n rows each to tensors of n rows each, every row by itself."""
+
+TILE_ROWS: Final = 32
+"""Rows of a tile in the exact mode."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows first .. first+count-1, which belong at `offset` of a fixed tile."""
+
+    first: int
+    count: int
+    offset: int
+
+
+def position_tiles(runs: Sequence[tuple[int, int]]) -> list[Tile]:
+    """Cut runs of (first position, count) into tiles: a row's place is its position modulo the tile.
+
+    Equal positions of equal sequences then meet the same arithmetic, whatever else runs.
+    """
+    tiles, row = [], 0
+    for start, count in runs:
+        position, end = start, start + count
+        while position < end:
+            offset = position % TILE_ROWS
+            taken = min(TILE_ROWS - offset, end - position)
+            tiles.append(Tile(row, taken, offset))
+            position += taken
+            row += taken
+    return tiles
+
+
+def map_rows(
+    function: RowFunction,
+    inputs: tuple[Tensor, ...],
+    tiles: list[Tile] | None,
+    limit: int | None = None,
+) -> tuple[Tensor, ...]:
+    """Apply a function that treats every row by itself.
+
+    Args:
+        function: from tensors of n rows each to tensors of n rows each.
+        inputs: tensors of as many rows.
+        tiles: None: call it on all rows at once. Else the exact mode: one call a tile, always on
+            `TILE_ROWS` rows, absent ones zero.
+        limit: most rows to a call, to bound its memory.
+    """
+    if tiles is not None:
+        return _map_tiles(function, inputs, tiles)
+    if limit is None or len(inputs[0]) <= limit:
+        return function(*inputs)
+    parts = [function(*part) for part in zip(*(torch.split(x, limit) for x in inputs), strict=True)]
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+
+def _map_tiles(
+    function: RowFunction,
+    inputs: tuple[Tensor, ...],
+    tiles: list[Tile],
+) -> tuple[Tensor, ...]:
+    results: list[tuple[Tensor, ...]] = []
+    for tile in tiles:
+        padded = [x.new_zeros(TILE_ROWS, *x.shape[1:]) for x in inputs]
+        inside = slice(tile.offset, tile.offset + tile.count)
+        for buffer, x in zip(padded, inputs, strict=True):
+            buffer[inside] = x[tile.first : tile.first + tile.count]
+        results.append(tuple(y[inside] for y in function(*padded)))
+    if not results:  # no rows: let the function say what its results look like
+        return tuple(
+            y[:0] for y in function(*(x.new_zeros(TILE_ROWS, *x.shape[1:]) for x in inputs))
+        )
+    return tuple(torch.cat(column) for column in zip(*results, strict=True))

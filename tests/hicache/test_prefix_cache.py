@@ -1,0 +1,342 @@
+"""What a prompt may load, what a prefill stores, and what people are told about it.
+
+Pages of 4 tokens; at least the last 3 tokens of a prompt are computed anew.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hicache.keys import PromptKeys
+from hicache.outcomes import Hit, Miss, MissReason, SkipReason
+
+
+def numbered(count: int, first: int = 0) -> list[int]:
+    return list(range(first, first + count))
+
+
+def keys_of(small, tokens: list[int], salt: str = "") -> PromptKeys:
+    return small.cache.keys(np.array(tokens, np.int32), salt)
+
+
+def lookup(small, tokens: list[int], salt: str = "") -> Hit | Miss:
+    return small.cache.lookup(keys_of(small, tokens, salt))
+
+
+# ---- how far a hit goes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("length", "hit"), [(3, 0), (6, 0), (7, 4), (10, 4), (11, 8), (14, 8), (15, 12), (40, 20)]
+)
+def test_a_hit_ends_at_a_page_border_and_leaves_tokens_to_replay(make_cache, length, hit):
+    small = make_cache(num_pages=50)
+    small.store(numbered(23))
+    assert small.hit(numbered(length)) == hit
+
+
+def test_a_hit_names_the_slots_of_its_pages_in_order(make_cache):
+    small = make_cache(num_pages=50)
+    plan = small.cache.begin_store(keys_of(small, numbered(16)))
+    assert plan.page_indexes.tolist() == [0, 1, 2, 3]
+    assert plan.states == () and plan.num_bytes == 4 * 64
+    small.cache.commit(plan)
+    hit = lookup(small, numbered(12))
+    assert hit.page_slots.tolist() == plan.page_slots[:2].tolist()
+    assert hit.state_slot is None
+
+
+def test_a_hit_ends_where_a_state_is(make_cache):
+    small = make_cache(num_pages=50, num_states=9)
+    small.store(numbered(24), anchors=(8, 16))
+    assert small.hit(numbered(12)) == 8
+    assert small.hit(numbered(19)) == 16
+    assert small.hit(numbered(40)) == 16
+    assert lookup(small, numbered(10)) == Miss(MissReason.NO_STATE, 4)
+
+
+def test_two_anchors_serve_the_same_prompt_and_the_next_turn(make_cache):
+    small = make_cache(num_pages=50, num_states=9)
+    assert small.cache.anchors(21) == (20, 16)
+    assert small.cache.anchors(23) == (20,), "both are the same"
+    assert small.cache.anchors(6) == (4,)
+    assert small.cache.anchors(3) == ()
+    small.store(numbered(21))
+    assert small.hit(numbered(21)) == 16
+    assert small.hit(numbered(60)) == 20
+
+
+def test_models_without_states_have_no_anchors(make_cache):
+    small = make_cache(num_pages=50)
+    assert small.cache.anchors(21) == ()
+
+
+def test_a_branch_can_get_its_own_state(make_cache):
+    """Two prompts share a beginning that ends at no anchor of the first. The second lookup tells
+    where they part, its store keeps a state there, and the third prompt hits."""
+    small = make_cache(num_pages=50, num_states=9)
+    shared = numbered(12)
+    small.store(shared + numbered(20, 100))
+    second = shared + numbered(20, 200)
+    miss = lookup(small, second)
+    assert miss == Miss(MissReason.NO_STATE, 12)
+    small.store(second, (*small.cache.anchors(len(second)), miss.matched_tokens))
+    assert small.hit(shared + numbered(20, 300)) == 12
+
+
+@pytest.mark.parametrize("anchor", [3, 18, 24, -4])
+def test_a_state_within_a_page_or_beyond_the_prompt_is_an_error(make_cache, anchor):
+    small = make_cache(num_pages=50, num_states=9)
+    with pytest.raises(ValueError, match=f"at token {anchor} of 22"):
+        small.cache.begin_store(keys_of(small, numbered(22)), [anchor])
+    small.cache.check_integrity()
+
+
+def test_tenants_share_nothing(make_cache):
+    small = make_cache(num_pages=50)
+    small.store(numbered(20), salt="one")
+    assert small.hit(numbered(20), salt="one") == 16
+    assert small.hit(numbered(20), salt="two") == 0
+    assert small.hit(numbered(20)) == 0
+
+
+def test_another_fingerprint_never_hits(make_cache):
+    small = make_cache(num_pages=50)
+    small.store(numbered(20))
+    small.restart("retrained model")
+    assert small.hit(numbered(20)) == 0
+    small.restart("model")
+    assert small.hit(numbered(20)) == 0
+
+
+def test_a_long_prompt(make_cache):
+    small = make_cache(num_pages=41_000)
+    tokens = numbered(163_000)
+    assert small.store(tokens)
+    assert small.hit(tokens) == 162_996
+    assert small.hit([*tokens[:81_000], 0, *tokens[81_001:]]) == 81_000
+    small.restart()
+    assert small.hit(tokens) == 162_996
+
+
+# ---- stores ---------------------------------------------------------------------------------------
+
+
+def test_only_what_is_missing_is_copied(make_cache):
+    small = make_cache(num_pages=50, num_states=9)
+    assert small.store(numbered(21))
+    assert not small.store(numbered(21)), "all there"
+    plan = small.cache.begin_store(keys_of(small, numbered(32)))
+    assert plan.page_indexes.tolist() == [5, 6, 7]
+    assert [state.position for state in plan.states] == [32, 28]
+
+
+def test_two_stores_at_once_share_the_work(make_cache):
+    small = make_cache(num_pages=50)
+    first = small.cache.begin_store(keys_of(small, numbered(16)))
+    second = small.cache.begin_store(keys_of(small, numbered(32)))
+    assert second.page_indexes.tolist() == [4, 5, 6, 7]
+    assert small.hit(numbered(40)) == 0, "not before the rows are whole"
+    small.cache.commit(first)
+    assert small.hit(numbered(40)) == 16
+    small.cache.commit(second)
+    assert small.hit(numbered(40)) == 32
+
+
+def test_pages_behind_a_failed_store_are_not_served(make_cache):
+    small = make_cache(num_pages=50)
+    first = small.cache.begin_store(keys_of(small, numbered(16)))
+    second = small.cache.begin_store(keys_of(small, numbered(32)))
+    small.cache.abandon(first)
+    small.cache.commit(second)
+    small.cache.check_integrity()
+    stats = small.cache.stats()
+    assert (stats.pages_used, stats.pages_free) == (0, 50)
+    assert stats.counts.skipped_stores == {SkipReason.PREFIX_LOST: 1}
+
+
+def test_a_full_pool_skips_the_store_and_counts_it(make_cache):
+    small = make_cache(num_pages=4, num_states=2)
+    small.store(numbered(16), anchors=(16,))
+    held = lookup(small, numbered(19))
+    assert held.num_tokens == 16
+    assert not small.store(numbered(16, 100))
+    assert small.cache.stats().counts.skipped_stores == {SkipReason.PAGES_PINNED: 1}
+    small.cache.release(held)
+    assert small.store(numbered(16, 100))
+
+
+def test_pinned_states_skip_the_store_and_count_it(make_cache):
+    small = make_cache(num_pages=40, num_states=1)
+    small.store(numbered(16), anchors=(16,))
+    held = lookup(small, numbered(19))
+    assert not small.store(numbered(16, 100))
+    assert small.cache.stats().counts.skipped_stores == {SkipReason.STATES_PINNED: 1}
+    assert small.cache.stats().counts.evicted_pages == 0
+    small.cache.release(held)
+
+
+def test_without_states_a_full_pool_keeps_the_beginning(make_cache):
+    small = make_cache(num_pages=5)
+    assert small.store(numbered(40))
+    assert small.hit(numbered(40)) == 20
+
+
+def test_with_states_a_prompt_that_does_not_fit_evicts_nothing(make_cache):
+    small = make_cache(num_pages=5, num_states=2)
+    small.store(numbered(16), anchors=(16,))
+    assert not small.store(numbered(40, 100))
+    assert small.hit(numbered(19)) == 16
+
+
+def test_bytes_under_way_are_bounded(make_cache):
+    small = make_cache(num_pages=50, max_pending_bytes=6 * 64)
+    large = small.cache.begin_store(keys_of(small, numbered(40)))
+    assert large is not None, "one may always go"
+    assert small.cache.begin_store(keys_of(small, numbered(4, 100))) is None
+    small.cache.commit(large)
+    first = small.cache.begin_store(keys_of(small, numbered(16, 200)))
+    second = small.cache.begin_store(keys_of(small, numbered(8, 300)))
+    assert small.cache.stats().pending_bytes == 6 * 64
+    assert small.cache.begin_store(keys_of(small, numbered(4, 400))) is None
+    assert small.cache.stats().counts.skipped_stores == {SkipReason.PENDING: 2}
+    small.cache.commit(first)
+    small.cache.abandon(second)
+    assert small.cache.stats().pending_bytes == 0
+
+
+def test_ending_anything_twice_is_an_error(make_cache):
+    small = make_cache(num_pages=50)
+    plan = small.cache.begin_store(keys_of(small, numbered(16)))
+    small.cache.commit(plan)
+    for end in (small.cache.commit, small.cache.abandon):
+        with pytest.raises(KeyError):
+            end(plan)
+    hit = lookup(small, numbered(16))
+    small.cache.release(hit)
+    with pytest.raises(KeyError):
+        small.cache.release(hit)
+    small.cache.check_integrity()
+
+
+def test_flush_forgets_all_but_overwrites_nothing_that_is_read(make_cache):
+    small = make_cache(num_pages=8)
+    small.store(numbered(16))
+    hit = lookup(small, numbered(16))
+    running = small.cache.begin_store(keys_of(small, numbered(8, 100)))
+    small.cache.flush()
+    assert small.hit(numbered(16)) == 0
+    small.store(numbered(32, 200))
+    late = lookup(small, numbered(32, 200))
+    assert not set(late.page_slots.tolist()) & set(hit.page_slots.tolist())
+    small.cache.commit(running)
+    assert small.hit(numbered(8, 100)) == 0
+    small.cache.release(hit)
+    small.cache.release(late)
+    small.cache.check_integrity()
+    small.restart()
+    assert small.hit(numbered(16)) == 0
+
+
+# ---- prompts that arrive together -----------------------------------------------------------------
+
+
+def test_an_announced_prefill_tells_others_what_they_can_wait_for(make_cache):
+    small = make_cache(num_pages=50)
+    first = small.cache.announce(keys_of(small, numbered(20)))
+    again = small.cache.announce(keys_of(small, numbered(12)))
+    assert small.cache.longest_announced(keys_of(small, numbered(20))) == 16
+    assert small.cache.longest_announced(keys_of(small, numbered(60))) == 20
+    assert small.cache.longest_announced(keys_of(small, [*numbered(9), 0, 0, 0, 0])) == 8
+    assert small.cache.longest_announced(keys_of(small, numbered(20), "tenant")) == 0
+    small.cache.withdraw(first)
+    small.cache.withdraw(first)
+    assert small.cache.longest_announced(keys_of(small, numbered(60))) == 12
+    small.cache.withdraw(again)
+    assert small.cache.longest_announced(keys_of(small, numbered(60))) == 0
+    small.cache.check_integrity()
+
+
+def test_with_states_only_the_anchors_can_be_waited_for(make_cache):
+    small = make_cache(num_pages=50, num_states=9)
+    announcement = small.cache.announce(keys_of(small, numbered(21)))
+    assert small.cache.longest_announced(keys_of(small, numbered(21))) == 16
+    assert small.cache.longest_announced(keys_of(small, numbered(60))) == 20
+    assert small.cache.longest_announced(keys_of(small, numbered(12))) == 0
+    promised = small.cache.longest_announced(keys_of(small, numbered(60)))
+    small.store(numbered(21))
+    small.cache.withdraw(announcement)
+    assert small.hit(numbered(60)) == promised
+
+
+# ---- what people see ------------------------------------------------------------------------------
+
+
+def test_stats_count_what_happened(make_cache):
+    small = make_cache(num_pages=50, num_states=9)
+    small.store(numbered(24), anchors=(8,))
+    small.hit(numbered(24))
+    small.hit(numbered(24, 100))
+    small.hit(numbered(5))
+    stats = small.cache.stats()
+    assert (stats.pages_used, stats.pages_free, stats.states_used) == (2, 48, 1)
+    counts = stats.counts
+    assert (counts.lookups, counts.hits, counts.queried_tokens, counts.hit_tokens) == (3, 1, 53, 8)
+    assert counts.misses == {MissReason.NO_PREFIX: 1, MissReason.TOO_SHORT: 1}
+    assert (counts.stored_pages, counts.stored_states) == (2, 1)
+
+
+def test_a_snapshot_stays_as_it_was(make_cache):
+    small = make_cache(num_pages=50)
+    before = small.cache.stats()
+    small.hit(numbered(24))
+    assert before.counts.lookups == 0 and before.counts.misses == {}
+
+
+def test_tokens_lost_for_want_of_a_state_are_counted_and_explained(make_cache):
+    small = make_cache(num_pages=50, num_states=9)
+    small.store(numbered(24), anchors=(8, 24))
+    small.clock.now += 10_000_000_000
+    small.hit(numbered(20))
+    small.hit(numbered(40, 100))
+    small.clock.now += 5_000_000_000
+    counts = small.cache.stats().counts
+    assert (counts.capped_by_state, counts.capped_tokens) == (1, 8)
+    newest, older = small.cache.recent_misses()
+    assert newest.reason == MissReason.NO_PREFIX and newest.prompt_tokens == 40
+    assert (older.reason, older.hit_tokens, older.matched_tokens) == (MissReason.NO_STATE, 8, 16)
+    assert round(older.seconds_ago) == 5
+
+
+def test_top_prefixes_are_those_that_saved_most(make_cache):
+    small = make_cache(num_pages=50)
+    small.store([*numbered(8), *numbered(8, 100)])
+    small.store([*numbered(8), *numbered(8, 200)])
+    small.store(numbered(4, 300))
+    for _ in range(3):
+        small.hit([*numbered(8), *numbered(12, 100)])
+    for _ in range(2):
+        small.hit([*numbered(8), *numbered(12, 200)])
+    small.hit(numbered(8, 300))
+    top = small.cache.top_prefixes(10)
+    assert [(prefix.num_tokens, prefix.hits) for prefix in top] == [
+        (16, 3),
+        (8, 5),
+        (16, 2),
+        (4, 1),
+    ]
+    assert small.cache.top_prefixes(1) == top[:1]
+
+
+def test_the_age_of_the_oldest_page(make_cache):
+    small = make_cache(num_pages=50)
+    assert small.cache.stats().oldest_page_seconds == 0
+    small.clock.now = 7_000_000_000
+    small.store(numbered(8))
+    small.clock.now = 9_000_000_000
+    small.store(numbered(8, 100))
+    small.clock.now = 10_000_000_000
+    assert round(small.cache.stats().oldest_page_seconds) == 3
+    small.hit(numbered(11))
+    assert round(small.cache.stats().oldest_page_seconds) == 1

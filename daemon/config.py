@@ -210,7 +210,8 @@ class InstanceConfig:
         bool,
         Parameter(
             group=_ENGINE,
-            help="Make the output of a request independent, bit by bit, of what else runs; slower.",
+            help="Make the output of a request independent, bit by bit, of what else runs; slower. On a "
+            "GPU for DeepSeek-V4.1 only.",
         ),
     ] = False
     gpu_memory_utilization: Annotated[

@@ -41,11 +41,12 @@ from workers.engine import (
     StepResult,
 )
 from workers.engine_settings import EngineSettings
+from workers.exact_step import ExactStep, TiledLayers
 from workers.host_memory import available_host_memory
 from workers.memory_plan import PoolPlan, host_pool_bytes, pages_for, plan_pool
 from workers.model_loader import LoadedConfig, load_config, load_model
 from workers.model_probe import model_logits, pin_rope, probe_model
-from workers.paged_attention import PagePool
+from workers.paged_attention import PagePool, SegmentedStep
 from workers.sampler import SampledTokens, Sampler
 from workers.step_inputs import SlotTables
 
@@ -68,9 +69,16 @@ class TorchEngine:
     """See `workers.engine.Engine`. Made by `create_torch_engine`."""
 
     def __init__(
-        self, model: nn.Module, pool: PagePool, info: EngineInfo, device: torch.device
+        self,
+        model: nn.Module,
+        pool: PagePool,
+        info: EngineInfo,
+        device: torch.device,
+        exact: TiledLayers | None = None,
     ) -> None:
+        """`exact`: the model's linear layers, for results that do not depend on the batch."""
         self._info = info
+        self._exact = exact
         self._device = device
         self._model: nn.Module | None = model
         self._tables: SlotTables | None = SlotTables(
@@ -129,8 +137,13 @@ class TorchEngine:
         model, tables, sampler = self._open()
         sampler.observe(plan.prompts)
         inputs = tables.prepare(plan)
+        attention = inputs.attention
+        if self._exact is not None and isinstance(attention, SegmentedStep):
+            runs = [(segment.start, segment.tokens) for segment in attention.segments]
+            self._exact.begin(runs, [position - 1 for position in inputs.positions])
+            attention = ExactStep(attention)
         logits = model_logits(
-            model, inputs.input_ids, inputs.position_ids, inputs.attention, inputs.sample_rows
+            model, inputs.input_ids, inputs.position_ids, attention, inputs.sample_rows
         )
         if not inputs.slots:
             return SampledTokens(inputs.slot_index, [], [])
@@ -242,6 +255,7 @@ def create_torch_engine(settings: EngineSettings) -> TorchEngine:
         vocab_size = probe_model(model, loaded, shapes, device)
         max_model_len = _context_length(settings, loaded)
         rope = f":{max_model_len}" if pin_rope(model, max_model_len, device) else ""
+        exact = _make_exact(model, device) if settings.deterministic else None
     identity = "dummy" if settings.load_format == "dummy" else weights_identity(model_dir)
     info = EngineInfo(
         layout=build_cache_layout(
@@ -261,7 +275,18 @@ def create_torch_engine(settings: EngineSettings) -> TorchEngine:
     settings.report(
         f"KV cache of {plan.num_pages} pages, {plan.num_pages * info.layout.page_tokens} tokens"
     )
-    return TorchEngine(model, _allocate_pool(info, device), info, device)
+    return TorchEngine(model, _allocate_pool(info, device), info, device, exact)
+
+
+def _make_exact(model: nn.Module, device: torch.device) -> TiledLayers:
+    if device.type != "cpu":
+        raise ModelLoadError(
+            "--deterministic covers models other than DeepSeek-V4.1 on a CPU only: run it without, "
+            "or with DEEPINFER_ACCELERATOR=cpu."
+        )
+    torch.set_num_threads(1)  # with more, the last bits depend on how a tensor is divided
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return TiledLayers(model, head)
 
 
 def _kv_dtype(settings: EngineSettings, dtype: DTypeName) -> DTypeName:

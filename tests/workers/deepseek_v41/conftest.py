@@ -113,6 +113,20 @@ def make_driver():
         driver.engine.close()
 
 
+@pytest.fixture
+def new_driver():
+    """The same for one test, which may spoil it."""
+    made: list[Driver] = []
+
+    def make(model: str = "v41_tiny", **changes) -> Driver:
+        made.append(Driver(create_deepseek_v41_engine(settings_for(DATA / model, **changes))))
+        return made[-1]
+
+    yield make
+    for driver in made:
+        driver.engine.close()
+
+
 @pytest.fixture(scope="session")
 def golden():
     """Golden files by model and name."""

@@ -160,7 +160,9 @@ def _worker(plan: InstancePlan, rank: int, pool_fds: Sequence[int]) -> ChildSpec
         hicache_states=plan.hicache_states,
         fake_step_seconds=config.fake_step_ms / 1000,
     )
-    environment = {"OMP_NUM_THREADS": str(threads)}
+    # Threads that wait for each other must not spin: on a busy machine they would hold the very core
+    # that the last one needs, and a step took ten times as long.
+    environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     if on_gpu:
         environment["CUDA_VISIBLE_DEVICES"] = plan.devices[rank]
     return _spec(process, settings, environment, tuple(pool_fds))

@@ -1,0 +1,326 @@
+"""`deepinfer check prefix-cache`: is an answer with the prefix cache the answer without it?"""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from random import Random
+from typing import Annotated, Final
+
+import msgspec
+from cyclopts import Parameter
+from cyclopts.validators import Number
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from daemon.cli.check.api_client import CHAT, ApiClient, RequestFailed, StreamedAnswer
+from daemon.cli.check.sample_text import SampleText
+from daemon.cli.inspect.session import make_console, plain_table
+from daemon.cli.units import duration, number
+from daemon.errors import DeepInferError
+
+EXIT_EQUAL: Final = 0
+EXIT_DIFFERENT: Final = 1
+EXIT_NOT_CHECKED: Final = 2
+"""The server cannot be reached, or has no cache to check."""
+
+PROBE_TOKENS: Final = 384
+"""Length of a prompt that any cache must know the second time."""
+SHOWN_CHARACTERS: Final = 30
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _ModelList(msgspec.Struct):
+    data: list[_Model]
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One turn, answered twice."""
+
+    conversation: int
+    turn: int
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_off_seconds: float
+    """Time to the first token without the cache."""
+    ttft_on_seconds: float
+    speedup: float
+    """The former over the latter."""
+    equal: bool
+    difference: str = ""
+    """Where the two answers part."""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What `--json` prints."""
+
+    url: str
+    model: str
+    equal: bool
+    hit_share: float
+    """Cached over prompt tokens, of all turns."""
+    turns: list[Turn]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """How the conversations look. Lengths in tokens, about."""
+
+    turns: int
+    conversations: int
+    prompt_tokens: int
+    turn_tokens: int
+    max_tokens: int
+    seed: int
+
+
+@dataclass
+class Conversation:
+    """A growing one."""
+
+    salt: str
+    """Never used before: the first turn misses."""
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+
+def ask(
+    client: ApiClient, model: str, conversation: Conversation, **fields: object
+) -> StreamedAnswer:
+    """The next answer, greedy."""
+    body = {
+        "model": model,
+        "messages": conversation.messages,
+        "temperature": 0,
+        "ignore_eos": True,
+        "cache_salt": conversation.salt,
+        **fields,
+    }
+    return client.stream(CHAT, body)
+
+
+def find_model(client: ApiClient) -> str:
+    """The name under which the server offers its model.
+
+    Raises:
+        DeepInferError: it does not speak the API.
+    """
+    try:
+        answer = msgspec.json.decode(client.get("/v1/models"), type=_ModelList)
+        return answer.data[0].id
+    except (msgspec.MsgspecError, LookupError) as error:
+        raise DeepInferError(
+            f"{client.url} does not speak OpenAI's API: its list of models is not understood.",
+            EXIT_NOT_CHECKED,
+        ) from error
+
+
+def check_has_cache(client: ApiClient, model: str, text: SampleText) -> None:
+    """Send one prompt twice.
+
+    Raises:
+        DeepInferError: nothing of the second one came from a cache.
+    """
+    probe = Conversation(f"check-{secrets.token_hex(8)}")
+    probe.messages.append({"role": "user", "content": text.words(PROBE_TOKENS)})
+    ask(client, model, probe, max_tokens=1)
+    again = ask(client, model, probe, max_tokens=1)
+    if not again.cached_tokens:
+        raise DeepInferError(
+            f"The server at {client.url} has no prefix cache: of a prompt of {again.prompt_tokens} tokens, "
+            "sent twice, it took nothing from one. Start it with --hicache-size-gb above 0.",
+            EXIT_NOT_CHECKED,
+        )
+
+
+def run_turns(client: ApiClient, model: str, workload: Workload) -> Iterator[Turn]:
+    """All conversations, turn by turn in turn, so that each goes on after others came between.
+
+    Raises:
+        DeepInferError: the server fails, has no cache, or uses it when told not to.
+    """
+    text = SampleText.calibrated(Random(workload.seed), client, model)
+    check_has_cache(client, model, text)
+    run = secrets.token_hex(8)
+    talks = [Conversation(f"check-{run}-{n}") for n in range(workload.conversations)]
+    for turn in range(workload.turns):
+        length = workload.prompt_tokens if turn == 0 else workload.turn_tokens
+        for index, talk in enumerate(talks):
+            talk.messages.append({"role": "user", "content": text.words(length)})
+            # Whoever comes second finds a warmer machine: take turns.
+            order = (False, True) if (turn + index) % 2 == 0 else (True, False)
+            answers = {
+                with_cache: ask(
+                    client, model, talk, prefix_cache=with_cache, max_tokens=workload.max_tokens
+                )
+                for with_cache in order
+            }
+            off, on = answers[False], answers[True]
+            if off.cached_tokens:
+                raise DeepInferError(
+                    f'{client.url} took {off.cached_tokens} tokens of a request with "prefix_cache": '
+                    "false from its cache, so there is nothing to compare with.",
+                    EXIT_NOT_CHECKED,
+                )
+            yield _compare(index, turn, off, on)
+            talk.messages.append({"role": "assistant", "content": off.text})
+
+
+def _compare(conversation: int, turn: int, off: StreamedAnswer, on: StreamedAnswer) -> Turn:
+    return Turn(
+        conversation=conversation + 1,
+        turn=turn + 1,
+        prompt_tokens=off.prompt_tokens,
+        cached_tokens=on.cached_tokens or 0,
+        ttft_off_seconds=off.first_token_seconds,
+        ttft_on_seconds=on.first_token_seconds,
+        speedup=off.first_token_seconds / max(on.first_token_seconds, 1e-9),
+        equal=off.result() == on.result(),
+        difference=difference(off, on),
+    )
+
+
+def difference(off: StreamedAnswer, on: StreamedAnswer) -> str:
+    """Where two answers part, in words; empty: nowhere."""
+    if off.text == on.text:
+        if off.result() == on.result():
+            return ""
+        return (
+            f"the same text, but {off.finish_reason} after {off.completion_tokens} tokens without "
+            f"the cache and {on.finish_reason} after {on.completion_tokens} with it"
+        )
+    pairs = zip(off.text, on.text, strict=False)
+    shortest = min(len(off.text), len(on.text))
+    at = next((i for i, (one, other) in enumerate(pairs) if one != other), shortest)
+    rest = slice(at, at + SHOWN_CHARACTERS)
+    return (
+        f"from character {at} on, without the cache {off.text[rest]!r}, with it {on.text[rest]!r}"
+    )
+
+
+def _show_turns(turns: Iterator[Turn], console: Console) -> list[Turn]:
+    """Show them as they come on a terminal, else at the end."""
+    table = plain_table()
+    for header in (
+        "conversation", "turn", "prompt tokens", "cached", "TTFT off", "TTFT on", "off / on"
+    ):  # fmt: skip
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("texts", no_wrap=True)
+    done = []
+    with Live(table, console=console, auto_refresh=False, transient=True) as live:
+        for turn in turns:
+            done.append(turn)
+            _add_row(table, turn)
+            live.refresh()
+    console.print(table)
+    return done
+
+
+def _add_row(table: Table, turn: Turn) -> None:
+    table.add_row(
+        str(turn.conversation),
+        str(turn.turn),
+        number(turn.prompt_tokens),
+        number(turn.cached_tokens),
+        duration(turn.ttft_off_seconds),
+        duration(turn.ttft_on_seconds),
+        f"{turn.speedup:.1f}",
+        "[green]equal[/]" if turn.equal else "[bold red]DIFFERENT[/]",
+    )
+
+
+def _show_verdict(report: Report, console: Console) -> None:
+    turns = report.turns
+    for turn in turns:
+        if not turn.equal:
+            where = f"conversation {turn.conversation}, turn {turn.turn}"
+            console.print(f"[red]{where}:[/] {escape(turn.difference)}", soft_wrap=True)
+    hits = [turn.speedup for turn in turns if turn.cached_tokens]
+    equal = sum(turn.equal for turn in turns)
+    colour = "green" if report.equal else "bold red"
+    console.print(
+        f"[{colour}]{equal} of {len(turns)} answers equal.[/] {report.hit_share:.0%} of the prompt "
+        f"tokens came from the cache; TTFT without it is {statistics.median(hits):.1f} times that of "
+        "a hit (median).",
+        soft_wrap=True,
+    )
+
+
+Count = Annotated[int, Parameter(validator=Number(gte=1))]
+
+
+def prefix_cache(
+    *,
+    url: str = "http://127.0.0.1:8888",
+    turns: Count = 4,
+    conversations: Count = 2,
+    prompt_tokens: Count = 1024,
+    turn_tokens: Count = 128,
+    max_tokens: Count = 32,
+    seed: int = 0,
+    api_key: str | None = None,
+    json: Annotated[bool, Parameter(negative="", help="Print JSON, no table.")] = False,
+) -> None:
+    """Compare a live server's answers with its prefix cache and without.
+
+    Conversations grow turn by turn. Each turn is sent twice, greedy and streamed: once with
+    "prefix_cache": false and once with the cache, in changing order. Exit code 0: all answers are equal;
+    1: some differ; 2: the server cannot be reached or has no prefix cache.
+
+    Equal answers are promised in float32; in bfloat16 a near-tie between two tokens may flip.
+
+    Parameters
+    ----------
+    url
+        Of the server.
+    turns
+        Turns of a conversation; from the second on, the cache can help.
+    conversations
+        How many run in turn.
+    prompt_tokens
+        Length of the first message, about.
+    turn_tokens
+        Length of each further message, about.
+    max_tokens
+        Length of the answers.
+    seed
+        Of the messages. What is cached is this run's own in any case.
+    api_key
+        Where the server wants one.
+    """
+    workload = Workload(turns, conversations, prompt_tokens, turn_tokens, max_tokens, seed)
+    console = make_console()
+    try:
+        with ApiClient(url, api_key) as client:
+            model = find_model(client)
+            found = run_turns(client, model, workload)
+            done = list(found) if json else _show_turns(found, console)
+    except RequestFailed as error:
+        raise DeepInferError(str(error), EXIT_NOT_CHECKED) from error
+    report = _report(client.url, model, done)
+    if json:
+        console.file.write(
+            msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n"
+        )
+    else:
+        _show_verdict(report, console)
+    sys.exit(EXIT_EQUAL if report.equal else EXIT_DIFFERENT)
+
+
+def _report(url: str, model: str, turns: list[Turn]) -> Report:
+    cached = sum(turn.cached_tokens for turn in turns)
+    if not cached:
+        raise DeepInferError(
+            f"No turn took anything from the cache of {url}: give more --turns and --prompt-tokens, "
+            "or look at `deepinfer inspect cache` for the reasons of its misses.",
+            EXIT_NOT_CHECKED,
+        )
+    share = cached / max(sum(turn.prompt_tokens for turn in turns), 1)
+    return Report(url, model, all(turn.equal for turn in turns), share, turns)

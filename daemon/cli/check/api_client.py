@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import http.client
-import ssl
 import time
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
@@ -95,21 +94,11 @@ class ApiClient:
         Raises:
             DeepInferError: the URL has no host, or another scheme.
         """
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise DeepInferError(f"{url!r} is no URL of a server: give one like http://HOST:8888.")
+        parts = _split(url)
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
-        self._connection = (
-            http.client.HTTPConnection(parts.hostname, parts.port, timeout=ANSWER_SECONDS)
-            if parts.scheme == "http"
-            else http.client.HTTPSConnection(
-                parts.hostname,
-                parts.port,
-                timeout=ANSWER_SECONDS,
-                context=ssl.create_default_context(),
-            )
-        )
+        kind = http.client.HTTPConnection if parts.scheme == "http" else http.client.HTTPSConnection
+        self._connection = kind(parts.netloc.rpartition("@")[2], timeout=ANSWER_SECONDS)
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -251,3 +240,15 @@ class ApiClient:
 
     def _foreign(self, why: str) -> RequestFailed:
         return RequestFailed(f"{self.url} does not speak OpenAI's API ({why}).", "not understood")
+
+
+def _split(url: str) -> SplitResult:
+    wrong = DeepInferError(f"{url!r} is no URL of a server: give one like http://HOST:8888.")
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    try:
+        port = parts.port
+    except ValueError:
+        raise wrong from None
+    if parts.scheme not in {"http", "https"} or not parts.hostname or port == 0:
+        raise wrong
+    return parts

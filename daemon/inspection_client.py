@@ -10,14 +10,12 @@ import os
 import secrets
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 import msgspec
-import zmq
 
 from daemon.errors import DeepInferError
-from daemon.run_directory import not_running, running_pid
+from daemon.instance_client import InstanceClient
 from transport.framing import BadMessage
 from transport.ids import ProcessName
 from transport.messages import Answer, Message, ProcessCommand, Query, StopInstance
@@ -29,7 +27,7 @@ LOOK_SECONDS: Final = 0.25
 """While waiting, we look this often whether the daemon is still there."""
 
 
-class InspectionClient:
+class InspectionClient(InstanceClient):
     """Owner of one socket. Use it as a context manager, on one thread."""
 
     def __init__(self, run_dir: Path, instance: str) -> None:
@@ -38,26 +36,10 @@ class InspectionClient:
         Raises:
             DeepInferError: the instance does not run.
         """
-        self._run_dir = run_dir
-        self._instance = instance
-        self._check_alive()
+        super().__init__(run_dir, instance)
         self._serials = itertools.count(1)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         identity = ProcessName(f"client/{os.getpid()}-{secrets.token_hex(4)}")
         self._dealer = DealerSocket(self._context, Endpoints(str(run_dir)).control, identity)
-
-    def __enter__(self) -> InspectionClient:
-        """Nothing to do: connected already."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close."""
-        self.close()
 
     def ask(self, what: str, timeout: float) -> bytes:
         """The daemon's answer to a question (see `report_types.QUESTIONS`), within `timeout` s.
@@ -118,19 +100,10 @@ class InspectionClient:
                 if isinstance(received.message, Answer) and received.message.serial == serial:
                     return self._read(received, received.message)
         except BadMessage as error:
-            raise DeepInferError(
-                f"Instance {self._instance!r} speaks another version of the protocol: "
-                "use the command line that it was started with."
-            ) from error
+            raise self._other_version() from error
         return None
 
     def _read(self, received: Received, answer: Answer) -> bytes:
         if answer.error:
             raise DeepInferError(f"{answer.error}.")
         return bytes(received.frames[0].buffer) if received.frames else b""
-
-    def _check_alive(self) -> int:
-        pid = running_pid(self._run_dir)
-        if pid is None:
-            raise DeepInferError(not_running(self._instance))
-        return pid

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from daemon.errors import DeepInferError
+from daemon.instance_client import InstanceClient
 from daemon.report_types import TapReport
-from daemon.run_directory import not_running, running_pid
 from transport.framing import BadMessage, decode_header
 from transport.messages import TAP_BODIES, TAP_HEADERS, Encode, Message, Submit, TapOpened, Tapped
 from transport.sockets import Endpoints
@@ -25,8 +25,11 @@ QUEUE: Final = 1000
 BATCH: Final = 200
 
 
-class TapClient:
-    """Owner of one socket. Use it as a context manager, on one thread."""
+class TapClient(InstanceClient):
+    """Owner of one socket. Use it as a context manager, on one thread.
+
+    When the router ends, its successor is tapped as soon as it is there; `notices` tells of both.
+    """
 
     def __init__(self, run_dir: Path, instance: str, bodies: bool) -> None:
         """Subscribe, and wait until the router has noticed.
@@ -34,35 +37,26 @@ class TapClient:
         Raises:
             DeepInferError: the instance does not run, or its router does not answer.
         """
-        self._run_dir, self._instance = run_dir, instance
-        self._check_alive()
+        super().__init__(run_dir, instance)
         self._serial: int | None = None
         """Of the next message; None: not known yet."""
         self._lost = 0
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router_is_gone = False
+        self._notices: list[str] = []
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, QUEUE)
         self._socket.setsockopt(zmq.SUBSCRIBE, TAP_BODIES if bodies else TAP_HEADERS)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._poller = zmq.Poller()
+        for socket in (self._socket, self._monitor):
+            self._poller.register(socket, zmq.POLLIN)
         self._socket.connect(Endpoints(str(run_dir)).tap)
         try:
             self._early = self._open()
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> TapClient:
-        """Nothing to do: connected already."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close."""
-        self.close()
 
     def take(self) -> list[TapReport]:
         """What has come, waiting up to LOOK_SECONDS for something.
@@ -71,18 +65,36 @@ class TapClient:
             DeepInferError: the instance has ended.
         """
         found, self._early = self._early, []
-        if not found and not self._socket.poll(round(LOOK_SECONDS * 1000)):
+        if not found and not self._poller.poll(round(LOOK_SECONDS * 1000)):
             self._check_alive()
+        self._notice_loss()  # first: who greets after it is the next router
         while len(found) < BATCH and self._socket.poll(0):
             report = self._receive()
             if report is not None:
                 found.append(report)
         return found
 
+    def notices(self) -> list[str]:
+        """What became of the router since the last call, in sentences."""
+        notices, self._notices = self._notices, []
+        return notices
+
     def close(self) -> None:
-        """Free the socket. Idempotent."""
+        """Free the sockets. Idempotent."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close()
         self._context.term()
+
+    def _notice_loss(self) -> None:
+        while self._monitor.poll(0):
+            recv_monitor_message(self._monitor)
+            if not self._router_is_gone:
+                self._router_is_gone = True
+                self._notices.append(
+                    "The router has ended: the next one is tapped once it is there."
+                )
 
     def _open(self) -> list[TapReport]:
         """What came before the greeting, for others that tap already."""
@@ -106,8 +118,11 @@ class TapClient:
             match decode_header(header):
                 case TapOpened(serial):
                     # A new router begins to count anew; else a gap is found at the next message.
-                    if self._serial is None or serial < self._serial:
+                    if self._serial is None or self._router_is_gone:
                         self._serial = serial
+                    if self._router_is_gone:
+                        self._router_is_gone = False
+                        self._notices.append("The next router is tapped.")
                 case Tapped() as tapped:
                     if self._serial is not None:
                         self._lost += max(tapped.serial - self._serial, 0)
@@ -116,10 +131,7 @@ class TapClient:
                 case _:
                     pass
         except BadMessage as error:
-            raise DeepInferError(
-                f"Instance {self._instance!r} speaks another version of the protocol: "
-                "use the command line that it was started with."
-            ) from error
+            raise self._other_version() from error
         return None
 
     def _report(self, tapped: Tapped, bodies: list[bytes]) -> TapReport:
@@ -137,10 +149,6 @@ class TapClient:
             header=None if message is None else _plain(message),
             payload=[] if message is None else _payload(message, tapped.frame_bytes, bodies[1:]),
         )
-
-    def _check_alive(self) -> None:
-        if running_pid(self._run_dir) is None:
-            raise DeepInferError(not_running(self._instance))
 
 
 def _plain(value: object) -> object:

@@ -9,10 +9,9 @@ import msgspec
 from cyclopts import Parameter
 from rich.console import Console
 
-from daemon.config import ConfigFile, InstanceName, RunDir
+from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.errors import EXIT_FAILED
 from daemon.inspection_client import InspectionClient
-from daemon.run_directory import find_run_directory
 
 ASK_SECONDS = 5.0
 
@@ -30,15 +29,12 @@ class _Status(msgspec.Struct):
 
 def status(
     *,
-    instance: InstanceName = "default",
-    run_dir: RunDir = None,
-    config: ConfigFile = None,
+    target: Target = DEFAULT_TARGET,
     json: Annotated[bool, Parameter(help="Print the answer as JSON.")] = False,
 ) -> None:
     """Say whether the instance runs and serves. Exit code 0: it serves; 1: it does not."""
-    del config  # read by the command line, for its --instance and --run-dir
-    path = find_run_directory(instance, run_dir)
-    with InspectionClient(path, instance) as client:
+    path = target.find()
+    with InspectionClient(path, target.instance) as client:
         answer = client.ask("status", ASK_SECONDS)
     found = msgspec.json.decode(answer, type=_Status)
     console = Console(highlight=False, soft_wrap=True)
@@ -47,7 +43,7 @@ def status(
     else:
         colour = "green" if found.state == "ready" else "yellow"
         console.print(
-            f"[bold {colour}]{found.state}[/]  {instance}  {found.model} at {found.url}  "
+            f"[bold {colour}]{found.state}[/]  {target.instance}  {found.model} at {found.url}  "
             f"(process {found.pid}, up {found.uptime_seconds:.0f} s)"
         )
         if found.reason:

@@ -12,10 +12,10 @@ from typing import Annotated
 from cyclopts import Parameter
 from rich.console import Console
 
-from daemon.config import ConfigFile, InstanceName, RunDir
+from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.errors import DeepInferError
 from daemon.inspection_client import InspectionClient
-from daemon.run_directory import find_run_directory, not_running, running_pid
+from daemon.run_directory import not_running, running_pid
 from transport.sockets import Endpoints
 
 CLEAN_UP_SECONDS = 40.0
@@ -26,17 +26,14 @@ DEFAULT_DRAIN_SECONDS = 600.0
 
 def stop(
     *,
-    instance: InstanceName = "default",
-    run_dir: RunDir = None,
-    config: ConfigFile = None,
+    target: Target = DEFAULT_TARGET,
     drain_timeout: Annotated[
         float | None,
         Parameter(help="Seconds that running requests get. Default: the instance's own setting."),
     ] = None,
 ) -> None:
     """Stop an instance: refuse new requests, let running ones end, end all processes."""
-    del config  # read by the command line, for its --instance and --run-dir
-    path = find_run_directory(instance, run_dir)
+    instance, path = target.instance, target.find()
     pid = running_pid(path)
     if pid is None:
         raise DeepInferError(not_running(instance))

@@ -16,12 +16,11 @@ from daemon.cli.inspect.cache import cache_table
 from daemon.cli.inspect.processes import STATE_STYLES, processes_table
 from daemon.cli.inspect.requests import requests_table
 from daemon.cli.inspect.session import ASK_SECONDS, REFRESH_SECONDS, make_console
+from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.cli.throughput import Rates, Throughput
 from daemon.cli.units import duration, rate
-from daemon.config import ConfigFile, InstanceName, RunDir
 from daemon.inspection_client import InspectionClient
 from daemon.report_types import StateReport, StatusReport
-from daemon.run_directory import find_run_directory
 
 FIXED_LINES: Final = 11
 """Header, throughput, headings, blank lines and the count of what is hidden."""
@@ -30,9 +29,7 @@ FEWEST_REQUESTS: Final = 3
 
 def top(
     *,
-    instance: InstanceName = "default",
-    run_dir: RunDir = None,
-    config: ConfigFile = None,
+    target: Target = DEFAULT_TARGET,
     once: Annotated[
         bool,
         Parameter(
@@ -48,11 +45,10 @@ def top(
     Refreshes once a second; Ctrl-C ends it. The token rates count what the workers compute, as the
     mean of the last five seconds.
     """
-    del config  # read by the command line, for its --instance and --run-dir
     console = make_console()
-    path = find_run_directory(instance, run_dir)
+    path = target.find()
     throughput = Throughput()
-    with InspectionClient(path, instance) as client:
+    with InspectionClient(path, target.instance) as client:
         state = _ask(client, throughput)
         if once:
             time.sleep(REFRESH_SECONDS)

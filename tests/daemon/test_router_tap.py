@@ -180,21 +180,36 @@ def test_who_joins_later_has_lost_nothing(bench):
     assert (report.request_ids, report.lost) == (["r2"], 0)
 
 
-def test_a_new_router_begins_to_count_anew(bench):
+def until(client: TapClient, done) -> list:
+    """What comes until `done()`."""
+    found = []
+    for _ in range(200):
+        found += client.take()
+        if done():
+            return found
+    pytest.fail("in vain")
+
+
+def test_a_router_that_is_restarted_is_tapped_again_and_the_user_is_told(bench):
     client = bench.client()
     for number in range(3):
         bench.send(number)
     take(client, 3)
+    assert client.notices() == []
     bench.close_tap()
+    notices = []
+    until(client, lambda: notices.extend(client.notices()) or notices)
+    assert len(notices) == 1 and "router has ended" in notices[0]
+
     bench.open()
-    for _ in range(100):
-        assert client.take() == []  # subscribes anew while it waits
-        if bench.tap.socket.poll(0):
-            break
+    until(client, lambda: bench.tap.socket.poll(0))  # subscribes anew while it waits
     bench.listen()
-    bench.send(9)
-    (report,) = take(client, 1)
-    assert (report.request_ids, report.lost) == (["r9"], 0)
+    for number in range(3, 9):  # the new router counts from the start, to more than the old one did
+        bench.send(number)
+    reports = take(client, 6)
+    assert [report.request_ids for report in reports] == [[f"r{i}"] for i in range(3, 9)]
+    assert sum(report.lost for report in reports) == 0
+    assert client.notices() == ["The next router is tapped."]
 
 
 def test_a_router_that_does_not_answer_is_told(bench, monkeypatch):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import RenderableType
 from rich.text import Text
 
-from daemon.cli.inspect.session import AsJson, Follow, Inspection, plain_table
+from daemon.cli.inspect.session import DEFAULT_OUTPUT, Inspection, Output, plain_table
+from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.cli.units import UNKNOWN, number
-from daemon.config import ConfigFile, InstanceName, RunDir
 from daemon.report_types import CacheRow
 
 BAR_CELLS = 14
@@ -55,16 +55,12 @@ def _of(used: int | None, total: int | None) -> str:
 
 def cache(
     *,
-    instance: InstanceName = "default",
-    run_dir: RunDir = None,
-    config: ConfigFile = None,
-    json: AsJson = False,
-    follow: Follow = False,
+    target: Target = DEFAULT_TARGET,
+    output: Output = DEFAULT_OUTPUT,
 ) -> None:
     """Show the KV page pool and the sequence slots of each rank.
 
     *preempted* counts sequences that were set back because the pages ran out; if it grows, lower
     --max-num-seqs or enlarge the pool with --kv-cache-gb.
     """
-    del config  # read by the command line, for its --instance and --run-dir
-    Inspection("cache", list[CacheRow], cache_table).run(instance, run_dir, json, follow)
+    Inspection("cache", list[CacheRow], cache_table).run(target, output)

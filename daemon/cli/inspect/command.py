@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
@@ -11,10 +10,10 @@ from cyclopts import Parameter
 from rich.console import RenderableType
 
 from daemon.cli.inspect.session import make_console
+from daemon.cli.target import Target
 from daemon.errors import DeepInferError
 from daemon.inspection_client import InspectionClient
 from daemon.report_types import CommandReport
-from daemon.run_directory import find_run_directory
 from transport.messages import ProcessCommand
 
 COMMAND_SECONDS: Final = 8.0
@@ -33,8 +32,7 @@ Process = Annotated[
 def carry_out(
     command: ProcessCommand,
     render: Callable[[list[CommandReport]], RenderableType],
-    instance: str,
-    run_dir: Path | None,
+    target: Target,
     as_json: bool,
 ) -> None:
     """Give the command and show what came of it.
@@ -42,7 +40,7 @@ def carry_out(
     Raises:
         DeepInferError: the instance does not run, or not every process has answered.
     """
-    with InspectionClient(find_run_directory(instance, run_dir), instance) as client:
+    with InspectionClient(target.find(), target.instance) as client:
         answer = client.command(command, COMMAND_SECONDS)
     reports = msgspec.json.decode(answer, type=list[CommandReport])
     console = make_console()

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from daemon.cli.inspect.command import Process, carry_out
 from daemon.cli.inspect.session import AsJson, plain_table
-from daemon.config import ConfigFile, InstanceName, RunDir
+from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.report_types import CommandReport
 from transport.ids import ProcessName
 from transport.messages import SetLogLevel
@@ -26,16 +26,13 @@ def log_level(
     process: Process = "",
     /,
     *,
-    instance: InstanceName = "default",
-    run_dir: RunDir = None,
-    config: ConfigFile = None,
+    target: Target = DEFAULT_TARGET,
     json: AsJson = False,
 ) -> None:
     """Change the log level of a process, or of all processes, while they run.
 
     A process that is started anew begins with the instance's --log-level again.
     """
-    del config  # read by the command line, for its --instance and --run-dir
 
     def render(reports: list[CommandReport]) -> RenderableType:
         table = plain_table()
@@ -46,4 +43,4 @@ def log_level(
             table.add_row(report.process, text)
         return table
 
-    carry_out(SetLogLevel(level, 0, ProcessName(process)), render, instance, run_dir, json)
+    carry_out(SetLogLevel(level, 0, ProcessName(process)), render, target, json)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import OverflowMethod, RenderableType
 from rich.text import Text
 
-from daemon.cli.inspect.session import AsJson, Follow, Inspection, plain_table
+from daemon.cli.inspect.session import DEFAULT_OUTPUT, Inspection, Output, plain_table
+from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.cli.units import duration, percent, size
-from daemon.config import ConfigFile, InstanceName, RunDir
 from daemon.report_types import ProcessRow
 
 HANGS_SECONDS = 10.0
@@ -72,11 +72,8 @@ def _note(row: ProcessRow) -> Text:
 
 def processes(
     *,
-    instance: InstanceName = "default",
-    run_dir: RunDir = None,
-    config: ConfigFile = None,
-    json: AsJson = False,
-    follow: Follow = False,
+    target: Target = DEFAULT_TARGET,
+    output: Output = DEFAULT_OUTPUT,
 ) -> None:
     """Show every process of the instance: is it up, does it move, what does it use?
 
@@ -84,5 +81,4 @@ def processes(
     heartbeats go on is marked as hanging. *gpu* is what a worker has taken of its GPU for tensors,
     *cpu* the share of one core since the last look.
     """
-    del config  # read by the command line, for its --instance and --run-dir
-    Inspection("processes", list[ProcessRow], processes_table).run(instance, run_dir, json, follow)
+    Inspection("processes", list[ProcessRow], processes_table).run(target, output)

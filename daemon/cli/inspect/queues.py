@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import RenderableType
 from rich.text import Text
 
-from daemon.cli.inspect.session import AsJson, Follow, Inspection, plain_table
+from daemon.cli.inspect.session import DEFAULT_OUTPUT, Inspection, Output, plain_table
+from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.cli.units import number
-from daemon.config import ConfigFile, InstanceName, RunDir
 from daemon.report_types import QueueRow
 
 
@@ -34,11 +34,8 @@ def queues_table(rows: list[QueueRow]) -> RenderableType:
 
 def queues(
     *,
-    instance: InstanceName = "default",
-    run_dir: RunDir = None,
-    config: ConfigFile = None,
-    json: AsJson = False,
-    follow: Follow = False,
+    target: Target = DEFAULT_TARGET,
+    output: Output = DEFAULT_OUTPUT,
 ) -> None:
     """Show the queues: how full they are, and how full they have been.
 
@@ -46,5 +43,4 @@ def queues(
     without a bound of its own is kept short by other limits, such as --max-waiting. *prompts at* and
     *choices at* are what the router has given to a process and has not been answered yet.
     """
-    del config  # read by the command line, for its --instance and --run-dir
-    Inspection("queues", list[QueueRow], queues_table).run(instance, run_dir, json, follow)
+    Inspection("queues", list[QueueRow], queues_table).run(target, output)

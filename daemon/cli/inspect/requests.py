@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from daemon.cli.inspect.session import AsJson, Follow, Inspection, plain_table
+from daemon.cli.inspect.session import DEFAULT_OUTPUT, Inspection, Output, plain_table
+from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.cli.units import milliseconds, number
-from daemon.config import ConfigFile, InstanceName, RunDir
 from daemon.report_types import RequestReport
 
 STAGE_STYLES = {
@@ -48,11 +48,8 @@ def requests_table(rows: list[RequestReport], most: int | None = None) -> Render
 
 def requests(
     *,
-    instance: InstanceName = "default",
-    run_dir: RunDir = None,
-    config: ConfigFile = None,
-    json: AsJson = False,
-    follow: Follow = False,
+    target: Target = DEFAULT_TARGET,
+    output: Output = DEFAULT_OUTPUT,
 ) -> None:
     """Show the live requests, oldest first: where each one is, and how long each stage took.
 
@@ -61,5 +58,4 @@ def requests(
     until a worker began with it, *run* the time since. At most a thousand are shown; --json tells
     more of each.
     """
-    del config  # read by the command line, for its --instance and --run-dir
-    Inspection("requests", list[RequestReport], requests_table).run(instance, run_dir, json, follow)
+    Inspection("requests", list[RequestReport], requests_table).run(target, output)

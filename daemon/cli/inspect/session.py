@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Final, Generic, TypeVar
 
 import msgspec
@@ -15,8 +14,8 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.table import Table
 
+from daemon.cli.target import Target
 from daemon.inspection_client import InspectionClient
-from daemon.run_directory import find_run_directory
 
 ASK_SECONDS: Final = 5.0
 REFRESH_SECONDS: Final = 1.0
@@ -31,15 +30,26 @@ AsJson = Annotated[
         help="Print JSON; with --follow, one line per refresh.",
     ),
 ]
-Follow = Annotated[
-    bool,
-    Parameter(
-        negative="",
-        show_env_var=False,
-        show_default=False,
-        help="Refresh once a second until Ctrl-C.",
-    ),
-]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """How an answer is shown."""
+
+    json: AsJson = False
+    follow: Annotated[
+        bool,
+        Parameter(
+            negative="",
+            show_env_var=False,
+            show_default=False,
+            help="Refresh once a second until Ctrl-C.",
+        ),
+    ] = False
+
+
+DEFAULT_OUTPUT: Final = Output()
 
 ReportT = TypeVar("ReportT")
 
@@ -52,31 +62,23 @@ class Inspection(Generic[ReportT]):
     report_type: type[ReportT]
     render: Callable[[ReportT], RenderableType]
 
-    def run(
-        self,
-        instance: str,
-        run_dir: Path | None,
-        as_json: bool,
-        follow: bool,
-        console: Console | None = None,
-    ) -> None:
+    def run(self, target: Target, output: Output, console: Console | None = None) -> None:
         """Ask and show.
 
         Raises:
             DeepInferError: the instance does not run, or its daemon does not answer.
         """
         console = console or make_console()
-        path = find_run_directory(instance, run_dir)
         try:
-            with InspectionClient(path, instance) as client:
-                if not follow:
-                    self._once(client, as_json, console)
-                elif as_json or not console.is_terminal:
-                    self._append(client, as_json, console)
+            with InspectionClient(target.find(), target.instance) as client:
+                if not output.follow:
+                    self._once(client, output.json, console)
+                elif output.json or not console.is_terminal:
+                    self._append(client, output.json, console)
                 else:
                     self._redraw(client, console)
         except KeyboardInterrupt:
-            if not follow:
+            if not output.follow:
                 raise
         except BrokenPipeError:
             console.on_broken_pipe()  # ends quietly: whoever read this has had enough

@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import RenderableType
 from rich.text import Text
 
-from daemon.cli.inspect.session import AsJson, Follow, Inspection, plain_table
+from daemon.cli.inspect.session import DEFAULT_OUTPUT, Inspection, Output, plain_table
+from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.cli.units import number, size
-from daemon.config import ConfigFile, InstanceName, RunDir
 from daemon.report_types import SocketRow
 
 
@@ -35,15 +35,11 @@ def sockets_table(rows: list[SocketRow]) -> RenderableType:
 
 def sockets(
     *,
-    instance: InstanceName = "default",
-    run_dir: RunDir = None,
-    config: ConfigFile = None,
-    json: AsJson = False,
-    follow: Follow = False,
+    target: Target = DEFAULT_TARGET,
+    output: Output = DEFAULT_OUTPUT,
 ) -> None:
     """Show the traffic of every ZeroMQ socket since its process started.
 
     *dropped* counts messages that could not be sent because the peer was gone or did not read.
     """
-    del config  # read by the command line, for its --instance and --run-dir
-    Inspection("sockets", list[SocketRow], sockets_table).run(instance, run_dir, json, follow)
+    Inspection("sockets", list[SocketRow], sockets_table).run(target, output)

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from daemon.cli.inspect.command import Process, carry_out
 from daemon.cli.inspect.session import AsJson
-from daemon.config import ConfigFile, InstanceName, RunDir
+from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.report_types import CommandReport
 from transport.ids import ProcessName
 from transport.messages import DumpStacks
@@ -41,9 +41,7 @@ def stacks(
     process: Process = "",
     /,
     *,
-    instance: InstanceName = "default",
-    run_dir: RunDir = None,
-    config: ConfigFile = None,
+    target: Target = DEFAULT_TARGET,
     json: AsJson = False,
 ) -> None:
     """Show where every Python thread of a process is right now, or of all processes.
@@ -52,6 +50,5 @@ def stacks(
     cannot answer (stopped, or held up in native code) is named after two seconds with what the
     kernel says of it, and the exit code is 1. Values of variables are never shown.
     """
-    del config  # read by the command line, for its --instance and --run-dir
     command = DumpStacks(0, ProcessName(process))
-    carry_out(command, stacks_text, instance, run_dir, json)
+    carry_out(command, stacks_text, target, json)

@@ -12,10 +12,9 @@ from rich.console import Console
 from rich.text import Text
 
 from daemon.cli.inspect.session import AsJson, make_console
+from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.cli.units import size
-from daemon.config import ConfigFile, InstanceName, RunDir
 from daemon.report_types import TapReport
-from daemon.run_directory import find_run_directory
 from daemon.tap_client import TapClient
 
 MOST_IDS = 3
@@ -41,9 +40,7 @@ def tap(
             show_env_var=False, validator=Number(gte=1), help="End after this many messages."
         ),
     ] = None,
-    instance: InstanceName = "default",
-    run_dir: RunDir = None,
-    config: ConfigFile = None,
+    target: Target = DEFAULT_TARGET,
     json: AsJson = False,
 ) -> None:
     """Show the messages that pass the router: when, from, to, what, for which request, how large.
@@ -51,13 +48,12 @@ def tap(
     What users wrote and what they are answered is shown only with --bodies, and long payloads only
     as far as their first 4096 bytes. The router publishes only while somebody taps, and does not
     wait for a tap that is too slow: how many messages such a tap has lost is shown where they are
-    missing. Ends with Ctrl-C, or after --count messages. With --json, one line per message.
+    missing. A router that is started anew is tapped again, and a line on standard error says so.
+    Ends with Ctrl-C, or after --count messages. With --json, one line per message.
     """
-    del config  # read by the command line, for its --instance and --run-dir
     console = make_console()
-    path = find_run_directory(instance, run_dir)
     try:
-        with TapClient(path, instance, bodies) as client:
+        with TapClient(target.find(), target.instance, bodies) as client:
             _show(client, console, process, count, json)
     except KeyboardInterrupt:
         pass  # the usual end
@@ -68,9 +64,13 @@ def tap(
 def _show(
     client: TapClient, console: Console, process: str, count: int | None, as_json: bool
 ) -> None:
+    notes = Console(stderr=True, soft_wrap=True, highlight=False)
     shown = lost = 0
     while True:
-        for report in client.take():
+        reports = client.take()
+        for notice in client.notices():
+            notes.print(f"deepinfer: {notice}", style="yellow")
+        for report in reports:
             lost += report.lost
             if process and process not in (report.sender, report.receiver):
                 continue

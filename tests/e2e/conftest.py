@@ -61,8 +61,12 @@ def command_line(*arguments: object) -> list[str]:
 
 
 def flags(options: Mapping[str, object]) -> list[str]:
-    """max_num_seqs=4 -> --max-num-seqs 4"""
-    return [word for k, v in options.items() for word in ("--" + k.replace("_", "-"), str(v))]
+    """max_num_seqs=4 -> --max-num-seqs 4; deterministic=True -> --deterministic"""
+    words = []
+    for name, value in options.items():
+        words.append("--" + name.replace("_", "-"))
+        words += [] if value is True else [str(value)]
+    return words
 
 
 def session_members(leader: int) -> dict[int, str]:

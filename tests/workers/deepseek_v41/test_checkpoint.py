@@ -1,7 +1,6 @@
 """Opening a DeepSeek-V4.1 checkpoint: what is read, and what is refused before any long work."""
 
 import json
-import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -315,11 +314,15 @@ def test_dummy_weights_keep_activations_near_one():
             assert 0.2 < gain < 2.5, name
 
 
-def test_without_a_terminal_progress_goes_to_the_log(caplog):
-    with caplog.at_level(logging.INFO), load_progress("Weights") as progress:
-        for done in range(0, 1001, 7):
-            progress(done, 1000)
-        progress(1000, 1000)
-    assert len(caplog.messages) == 10
-    assert caplog.messages[0].startswith("Weights: 10 %")
-    assert caplog.messages[-1].startswith("Weights: 100 %")
+def test_without_a_terminal_progress_is_told_now_and_then(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("workers.models.deepseek_v41.load_progress.time.monotonic", lambda: now)
+    lines: list[str] = []
+    with load_progress("Weights", lines.append) as progress:
+        progress(10, 10**11)
+        now += 6
+        progress(3 * 10**10, 10**11)
+        progress(4 * 10**10, 10**11)
+        now += 6
+        progress(10**11, 10**11)
+    assert lines == ["Weights: 30 % of 100.0 GB", "Weights: 100 % of 100.0 GB"]

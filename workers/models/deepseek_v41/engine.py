@@ -168,7 +168,7 @@ def _load(
         tables = {layer: open_engram_table(checkpoint, layer) for layer in config.engram_layer_ids}
         identity = weights_identity(model_dir)
     model = DeepseekV41(config, dtype, device)
-    with load_progress("loading weights") as progress:
+    with load_progress("loading weights", settings.report) as progress:
         WeightLoader(model, source, dtype, device).load(progress)
     parts = _Parts(
         settings=settings,

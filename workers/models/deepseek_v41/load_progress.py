@@ -1,9 +1,9 @@
-"""Shows how far the loading of weights is: a bar on a terminal, lines in the log elsewhere."""
+"""Shows how far the loading of weights is: a bar on a terminal, lines of text elsewhere."""
 
 from __future__ import annotations
 
-import logging
 import sys
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -13,16 +13,18 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_log = logging.getLogger(__name__)
-
-_LINES: Final = 10
+_LINE_SECONDS: Final = 5.0
+"""Least time between two lines."""
 
 
 @contextmanager
-def load_progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A callback for (bytes done, bytes in all) that shows them under `title` while open."""
+def load_progress(
+    title: str, report: Callable[[str], None]
+) -> Iterator[Callable[[int, int], None]]:
+    """A callback for (bytes done, bytes in all) that shows them under `title` while open; `report`
+    gets a line of text now and then where there is no terminal."""
     if not sys.stderr.isatty():
-        yield _LogLines(title)
+        yield _Lines(title, report)
         return
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -30,15 +32,17 @@ def load_progress(title: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-class _LogLines:
-    """One line each time another tenth is done."""
+class _Lines:
+    """A line every few seconds, none for what is quickly done."""
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, report: Callable[[str], None]) -> None:
         self._title = title
-        self._told = 0
+        self._report = report
+        self._due = time.monotonic() + _LINE_SECONDS
 
     def __call__(self, done: int, total: int) -> None:
-        tenths = done * _LINES // total if total else _LINES
-        if tenths > self._told:
-            self._told = tenths
-            _log.info("%s: %d %% of %.1f GB", self._title, tenths * 100 // _LINES, total / 1e9)
+        now = time.monotonic()
+        if total and now >= self._due:
+            self._due = now + _LINE_SECONDS
+            percent = done * 100 // total
+            self._report(f"{self._title}: {percent} % of {total / 1e9:.1f} GB")

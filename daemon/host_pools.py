@@ -11,7 +11,7 @@ import os
 from typing import Final
 
 from daemon.config import InstanceConfig
-from daemon.errors import DeepInferError
+from daemon.errors import ConfigurationError, DeepInferError
 from daemon.memory_check import GIB, available_bytes
 from hicache.errors import HostPoolError
 from hicache.segment import create_segment
@@ -37,6 +37,25 @@ def pool_bytes(config: InstanceConfig, accelerator: str) -> int:
     share = available_bytes() * POOL_SHARE[accelerator] / config.dp / GIB
     size = min(wanted, share)
     return round(size * GIB) if size >= SMALLEST_POOL_GIB else 0
+
+
+def check_pools(config: InstanceConfig) -> None:
+    """Whether the pools that were asked for fit, before hours of loading weights.
+
+    States come on top, and only a worker knows their size: it checks again.
+
+    Raises:
+        ConfigurationError: they do not.
+    """
+    if not config.hicache_size_gb:
+        return
+    wanted, found = config.dp * config.hicache_size_gb, available_bytes() / GIB
+    if wanted > found:
+        workers = f" for {config.dp} workers" if config.dp > 1 else ""
+        raise ConfigurationError(
+            f"The prefix cache needs {wanted:.1f} GiB of host memory{workers}, but {found:.1f} GiB are "
+            "available: lower --hicache-size-gb, or turn it off with 0."
+        )
 
 
 class HostPools:

@@ -14,7 +14,7 @@ from rich.console import Console
 from daemon.accelerator import detect_accelerator
 from daemon.config import InstanceConfig
 from daemon.control_server import ControlServer
-from daemon.host_pools import HostPools
+from daemon.host_pools import HostPools, check_pools
 from daemon.instance import Instance
 from daemon.listen import open_listening_socket
 from daemon.memory_check import check_memory
@@ -49,6 +49,7 @@ def run_instance(config: InstanceConfig, signals: StopSignals) -> None:
     run_path = choose_run_directory(config.instance, config.run_dir)
     check_devices(config, accelerator)
     check_keys_file(config.api_keys_file)
+    check_pools(config)
     raise_descriptor_limit(config)
     check_thread_limit(config)
     directory = RunDirectory.lock(run_path, config.instance)

@@ -175,7 +175,13 @@ def _lock(fd: int) -> int:
 
     The inherited descriptor shares its locks with all who inherited it; one opened anew does not.
     """
-    lock = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        lock = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise HostPoolError(
+            f"The memory of the host prefix cache cannot be opened as descriptor {fd} "
+            f"({error.strerror}); it must be inherited from the daemon, and /proc be mounted."
+        ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -166,6 +166,11 @@ def test_closing_while_somebody_reads_is_an_error(segment):
     pool.close()
 
 
+def test_a_descriptor_that_was_not_inherited_is_named(segment):
+    with pytest.raises(HostPoolError, match="descriptor 987"):
+        HostPool(987, GEOMETRY, PLENTY)
+
+
 def test_a_pool_that_does_not_fit_leaves_nothing_locked(segment):
     with pytest.raises(HostPoolError, match="are available"):
         HostPool(segment, GEOMETRY, 100)

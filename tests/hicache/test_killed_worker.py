@@ -83,8 +83,8 @@ def test_any_moment_of_a_kill_will_do(segment):
         pool, cache = worker.open_cache(segment)
         cache.check_integrity()
         assert check_rows(pool) >= 10
-        hits = [hit_tokens(cache, prompt) for prompt in range(max(0, last - 40), last + 1)]
-        assert set(hits) <= {0, 160}, "all of a prompt or nothing"
-        assert 160 in hits
+        # The worker went on for a while after the line that was read last.
+        hits = [hit_tokens(cache, prompt) for prompt in range(max(0, last - 40), last + 1000)]
+        assert set(hits) == {0, 160}, "all of a prompt or nothing"
         pool.close()
-        first = last + 100
+        first = last + 2000

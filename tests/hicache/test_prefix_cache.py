@@ -5,6 +5,8 @@ Pages of 4 tokens; at least the last 3 tokens of a prompt are computed anew.
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
@@ -340,3 +342,29 @@ def test_the_age_of_the_oldest_page(make_cache):
     assert round(small.cache.stats().oldest_page_seconds) == 3
     small.hit(numbered(11))
     assert round(small.cache.stats().oldest_page_seconds) == 1
+
+
+# ---- slots ----------------------------------------------------------------------------------------
+
+
+def test_rows_of_a_prompt_stay_together_in_a_pool_that_has_long_been_full(make_cache):
+    small = make_cache(num_pages=2560)
+    rng = random.Random(5)
+    conversations = [[n, rng.randrange(40, 400)] for n in range(60)]
+    pages = runs = 0
+    for turn in range(2500):
+        conversation = rng.choice(conversations)
+        tokens = [conversation[0], *range(conversation[1])]
+        plan = small.cache.begin_store(keys_of(small, tokens))
+        if plan is not None:
+            if turn > 1500:
+                pages += len(plan.page_slots)
+                runs += 1 + int(np.count_nonzero(np.diff(plan.page_slots) != 1))
+            small.cache.commit(plan)
+        conversation[1] += rng.randrange(10, 60)
+        if conversation[1] > 600:
+            conversation[:] = [rng.randrange(1 << 30), rng.randrange(40, 400)]
+    stats = small.cache.stats()
+    assert stats.counts.evicted_pages > 10_000
+    assert stats.pages_used > 0.95 * stats.num_pages
+    assert pages / runs > 10

@@ -6,6 +6,7 @@ from math import prod
 
 import pytest
 
+from workers.models.deepseek_v41.cache_layout import build_cache_layout
 from workers.models.deepseek_v41.config import ModelConfig, Quantization, RopeScaling
 from workers.models.deepseek_v41.serving_layout import build_serving_layout
 
@@ -83,3 +84,33 @@ def test_tensors_lie_in_their_row_one_after_the_other(config, kv_format):
     # What a prefix cache keeps comes first: the encoder's windows.
     first = layout.state_tensors[:20]
     assert [t.name for t in first] == [f"layers.{i}.window_kv" for i in range(20)]
+
+
+def fingerprint(config=RELEASED, kv_format="compact", keep=KEEP, identity="w", **rings):
+    layout = build_serving_layout(config, kv_format, keep, **{"store_anchors": False, **rings})
+    return build_cache_layout(config, layout, keep, "bfloat16", identity).fingerprint
+
+
+def test_the_fingerprint_tells_apart_what_must_not_be_mixed():
+    different = [
+        fingerprint(),
+        fingerprint(kv_format="bfloat16"),
+        fingerprint(keep=0),
+        fingerprint(keep=150),
+        fingerprint(identity="other weights"),
+        fingerprint(replace(RELEASED, index_topk=256)),
+    ]
+    assert len(set(different)) == len(different)
+    # Longer rings hold the same rows.
+    assert fingerprint(store_anchors=True) == fingerprint()
+
+
+def test_the_cache_layout_says_what_a_prefix_cache_needs():
+    layout = build_serving_layout(RELEASED, "compact", KEEP, store_anchors=True)
+    described = build_cache_layout(RELEASED, layout, KEEP, "bfloat16", "w")
+    assert (described.page_bytes, described.stored_state_bytes) == (114048, 1415040)
+    assert (described.replay_tokens, described.keep_tokens) == (KEEP, KEEP)
+    assert described.state_bytes == layout.state_bytes
+    whole = build_serving_layout(RELEASED, "compact", 0, store_anchors=True)
+    described = build_cache_layout(RELEASED, whole, 0, "bfloat16", "w")
+    assert (described.replay_tokens, described.keep_tokens) == (1, 0)

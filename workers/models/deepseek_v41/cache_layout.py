@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from workers.cache_layout import PAGE_TOKENS
 from workers.engine import CacheLayout
+from workers.models.deepseek_v41.serving_layout import build_serving_layout
 
 if TYPE_CHECKING:
     from workers.models.deepseek_v41.config import ModelConfig
@@ -27,17 +28,17 @@ def build_cache_layout(
         dtype: compute type.
         identity: digest of the weights and of the token map.
     """
+    # Rings that are longer here than in a stored state change nothing for those who exchange rows.
+    plain = build_serving_layout(config, layout.kv_format, keep_tokens, store_anchors=False)
     facts = {
         "config": dataclasses.asdict(config),
         "weights": identity,
         "dtype": dtype,
         "kv_format": layout.kv_format,
         "keep_tokens": keep_tokens,
-        "stored_ring": layout.stored_ring,
-        "page_bytes": layout.page_bytes,
-        "page_tensors": layout.page_tensors,
-        "state_bytes": layout.state_bytes,
-        "state_tensors": layout.state_tensors,
+        "page_bytes": plain.page_bytes,
+        "page_tensors": plain.page_tensors,
+        "state_tensors": plain.state_tensors,
     }
     text = json.dumps(facts, sort_keys=True, default=str)
     return CacheLayout(

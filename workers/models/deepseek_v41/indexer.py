@@ -28,8 +28,10 @@ _PRODUCT_ELEMENTS: Final = 1 << 26
 """Query-key products that one call may hold."""
 _SCORE_ELEMENTS: Final = 1 << 27
 """Scores that one call may hold."""
-_TILE_PAGES: Final = 8
+_TILE_PAGES: Final = 64
 """Pages whose keys are scored together."""
+_EXACT_TILE_PAGES: Final = 8
+"""The same in the exact mode, where it is never less."""
 
 
 class Indexer(nn.Module):
@@ -184,12 +186,12 @@ class EntryChooser:
         (span,) = part.spans
         first = span.start + part.rows.start - span.first_row
         tiles = position_tiles([(first, len(queries))])
-        padded = functional.pad(tables, (0, -tables.shape[1] % _TILE_PAGES))
+        padded = functional.pad(tables, (0, -tables.shape[1] % _EXACT_TILE_PAGES))
 
         def score(q: Tensor, w: Tensor) -> tuple[Tensor, ...]:
             tile_scores = [
                 score_tile(q[None], w[None], self._caches.index_keys(source, pages), TILE_ROWS)[0]
-                for pages in torch.split(padded, _TILE_PAGES, dim=1)
+                for pages in torch.split(padded, _EXACT_TILE_PAGES, dim=1)
             ]
             return (torch.cat(tile_scores, dim=1),)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from workers.models.deepseek_v41.config import ModelConfig
     from workers.models.deepseek_v41.experts import ExpertMatrix, Experts
 
-_TILE_WEIGHTS: Final = 1 << 28
+_TILE_WEIGHTS: Final = 1 << 27
 """Elements of unpacked expert matrices of one kind that one product may hold."""
 
 

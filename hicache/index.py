@@ -143,7 +143,8 @@ class PrefixIndex:
         if parent != NO_SLOT:
             self._depth_of[page] = self._depth_of[parent] + 1
             self._num_children[parent] += 1
-            self._file_page(parent)
+            self._bare_leaves.discard(parent)
+            self._stateful_leaves.discard(parent)
         self._file_page(page)
 
     def insert_state(self, page: int, state: int, stamp: int) -> None:

@@ -149,8 +149,11 @@ class CheckedCache:
     # ---- loading ----
 
     def look_up(self, prompt: Prompt) -> ReadingHit | None:
-        found = self.cache.lookup(self.cache.keys(prompt.array(), prompt.salt))
+        keys = self.cache.keys(prompt.array(), prompt.salt)
+        findable = self.cache.findable_tokens(keys)
+        found = self.cache.lookup(keys)
         num_tokens = found.num_tokens if isinstance(found, Hit) else 0
+        assert findable == num_tokens
         if self.exact:
             assert num_tokens == self.predicted_hit(prompt)
         if not isinstance(found, Hit):

@@ -120,7 +120,8 @@ class Runner:
         self.model = DeepseekV41(config, torch.float32, CPU)
         WeightLoader(self.model, DummyWeights(config, CPU), torch.float32, CPU).load()
         self.caches = ServingCaches(config, layout, PAGES * slots, slots, CPU, torch.float32)
-        self.caches.states.random_(0, 2)  # someone was here before
+        self.caches.states.fill_(255)  # NaN in every format: whoever was here before
+        self.caches.pages.fill_(255)
         self.builder = StepBuilder(config, layout, exact=exact)
         self.tables = torch.randperm(
             PAGES * slots, generator=torch.Generator().manual_seed(1)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class ServingCaches:
     """Page pool and state pool, and the views that the layers work on.
 
-    Both start as zeros: what was never written is masked out, but must be finite.
+    What was never written, or is left from another sequence, is never read into a result.
     """
 
     def __init__(

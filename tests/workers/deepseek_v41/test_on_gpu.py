@@ -1,0 +1,81 @@
+"""The same model on a CUDA GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from workers.engine import DecodeRow, StepPlan
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+LENGTHS = (37, 130, 300)
+
+
+@pytest.mark.parametrize("keep", [0, 24])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_float32_gives_the_golden_values(make_driver, golden, length, keep):
+    driver = make_driver(accelerator="nvidia", kv_cache_gb=0.01, keep_tokens=keep)
+    name, suffix = ("golden_replay", ".keep24") if keep else ("golden", "")
+    expected, key = golden("v41_tiny", name), f"p{length}{suffix}"
+    prompt = driver.prompt(golden("v41_tiny", "golden")[f"p{length}.input_ids"])
+    logits = driver.prefill(prompt, 50).cpu()
+    torch.testing.assert_close(logits[-16:], expected[f"{key}.logits_last16"], atol=1e-3, rtol=0)
+    tokens, decoded = driver.continue_greedily(prompt, logits[-1])
+    torch.testing.assert_close(decoded.cpu(), expected[f"{key}.decode_logits"], atol=1e-3, rtol=0)
+    assert tokens == expected[f"{key}.greedy"].tolist()
+
+
+@pytest.mark.parametrize("kv_dtype", ["bf16", "compact"])
+def test_bfloat16_stays_near(make_driver, golden, kv_dtype):
+    """So small a random model amplifies rounding: only correlation can be asked for."""
+    driver = make_driver(
+        "v41_tiny_quant",
+        accelerator="nvidia",
+        dtype="bfloat16",
+        kv_dtype=kv_dtype,
+        kv_cache_gb=0.01,
+    )
+    name = "golden_cacheq" if kv_dtype == "compact" else "golden"
+    expected = golden("v41_tiny_quant", name)
+    logits = driver.prefill(driver.prompt(expected["p37.input_ids"]))[-16:].cpu()
+    assert logits.isfinite().all()
+    both = torch.stack((logits.flatten(), expected["p37.logits_last16"].flatten()))
+    assert torch.corrcoef(both)[0, 1] > 0.8
+
+
+def test_the_exact_mode_does_not_differ_by_a_bit(make_driver, golden):
+    driver = make_driver(accelerator="nvidia", kv_cache_gb=0.01, keep_tokens=24, deterministic=True)
+    ids = [golden("v41_tiny", "golden")[f"p{n}.input_ids"] for n in LENGTHS]
+    prompts = [driver.prompt(tokens, slot) for slot, tokens in enumerate(ids)]
+    together = torch.split(driver.step([p.chunk(0, len(p.ids)) for p in prompts]), 24)
+    for prompt, rows in zip(prompts, together, strict=True):
+        assert torch.equal(driver.prefill(replace(prompt, slot=3), 33), rows)
+
+
+def test_no_layer_waits_for_the_device(make_driver, golden):
+    """A prompt step and a decode step run through; what waits is only the look-up on the host."""
+    driver = make_driver(accelerator="nvidia", kv_cache_gb=0.01, keep_tokens=24)
+    engine = driver.engine
+    prompt = driver.prompt(golden("v41_tiny", "golden")["p130.input_ids"])
+    plans = [
+        StepPlan(0, prompts=(prompt.chunk(0, 100),)),
+        StepPlan(1, prompts=(prompt.chunk(100, 130),)),
+        StepPlan(2, decodes=(DecodeRow(0, 130),)),
+    ]
+    for plan in plans:
+        with torch.inference_mode():
+            step = engine._tables.prepare(plan).step
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                engine._model(step, engine.caches)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_pools_are_planned_from_the_free_memory(make_driver):
+    driver = make_driver(accelerator="nvidia", kv_cache_gb=None, gpu_memory_utilization=0.5)
+    assert driver.engine.info.num_pages == 4 * 512 // 128

@@ -116,7 +116,8 @@ class QueueRow(msgspec.Struct, frozen=True):
 
 
 class CacheRow(msgspec.Struct, frozen=True):
-    """`cache`: the page pool of one rank; null while its worker is not up."""
+    """`cache`: the page pool of one rank and its prefix cache; null while its worker is not up, or
+    has no prefix cache."""
 
     rank: int
     process: str
@@ -128,6 +129,17 @@ class CacheRow(msgspec.Struct, frozen=True):
     sequences_running: int | None
     sequences_waiting: int | None
     preemptions: int
+    host_pages_used: int | None = None
+    host_pages_total: int | None = None
+    host_states_used: int | None = None
+    host_states_total: int | None = None
+    oldest_page_seconds: float | None = None
+    hit_ratio: float | None = None
+    """Prompt tokens taken from the prefix cache, of all that were looked up; null: none was."""
+    prefix_cache: CacheContent | None = None
+    """What the worker itself says, in `inspect cache` only."""
+    problem: str = ""
+    """Why the worker said nothing."""
 
 
 class SocketRow(msgspec.Struct, frozen=True):

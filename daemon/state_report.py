@@ -95,7 +95,7 @@ def queues(view: InstanceView, _: MetricsExporter) -> list[QueueRow]:
 
 
 def cache(view: InstanceView, exporter: MetricsExporter) -> list[CacheRow]:
-    """The page pool of each rank."""
+    """The page pool and the prefix cache of each rank."""
     totals = exporter.totals(view)
     rows = []
     for child in view.children.values():
@@ -104,6 +104,8 @@ def cache(view: InstanceView, exporter: MetricsExporter) -> list[CacheRow]:
         rank = child.name.partition("/")[2]
         used, total = _gauge(child, "kv_pages_used"), _gauge(child, "kv_pages")
         ratio = None if used is None or not total else round(used / total, 4)
+        queries = totals.counter("prefix_cache_queries", rank)
+        hits = totals.counter("prefix_cache_hits", rank)
         rows.append(
             CacheRow(
                 rank=int(rank),
@@ -116,6 +118,12 @@ def cache(view: InstanceView, exporter: MetricsExporter) -> list[CacheRow]:
                 sequences_running=_gauge(child, "num_requests_running"),
                 sequences_waiting=_gauge(child, "num_requests_waiting"),
                 preemptions=int(totals.counter("num_preemptions", rank)),
+                host_pages_used=_gauge(child, "hicache_pages_used"),
+                host_pages_total=_gauge(child, "hicache_pages"),
+                host_states_used=_gauge(child, "hicache_states_used"),
+                host_states_total=_gauge(child, "hicache_states"),
+                oldest_page_seconds=_gauge(child, "hicache_oldest_page_seconds"),
+                hit_ratio=round(hits / queries, 4) if queries else None,
             )
         )
     return rows

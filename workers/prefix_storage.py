@@ -15,7 +15,8 @@ from transport.telemetry import MetricSet
 from workers.engine import CacheLayout, Engine, EngineError, ModelLoadError
 from workers.host_memory import available_host_memory
 from workers.prefix_reuse import PrefixReuse
-from workers.prefix_transfer import DIRECTIONS, PrefixTransfers
+from workers.prefix_telemetry import PrefixTelemetry
+from workers.prefix_transfer import PrefixTransfers
 
 REPORT_SECONDS: Final = 0.5
 """Time between two looks at the whole cache for the metrics."""
@@ -47,8 +48,7 @@ class PrefixStorage:
     ) -> None:
         self._pool = pool
         self._cache = cache
-        self._page_tokens = layout.page_tokens
-        self._metrics = metrics
+        self._telemetry = PrefixTelemetry(metrics, layout.page_tokens)
         self._report_due = 0.0
         self.transfers = transfers
         self.reuse = PrefixReuse(cache, layout.keep_tokens)
@@ -61,7 +61,7 @@ class PrefixStorage:
         now = time.monotonic()
         if now >= self._report_due:
             self._report_due = now + REPORT_SECONDS
-            self._report()
+            self._telemetry.update(self._cache.stats(), self.transfers.counts)
         return has_arrived
 
     def carry_out(self, action: CacheAction) -> CacheContent:
@@ -106,46 +106,6 @@ class PrefixStorage:
             AssertionError: something is wrong.
         """
         self._cache.check_integrity()
-
-    def _report(self) -> None:
-        metrics, stats = self._metrics, self._cache.stats()
-        counts = stats.counts
-        gauges = {
-            "hicache_pages": stats.num_pages,
-            "hicache_pages_used": stats.pages_used,
-            "hicache_states": stats.num_states,
-            "hicache_states_used": stats.states_used,
-            "hicache_host_total_tokens": stats.num_pages * self._page_tokens,
-            "hicache_host_used_tokens": stats.pages_used * self._page_tokens,
-            "hicache_pending_bytes": stats.pending_bytes,
-            "hicache_oldest_page_seconds": stats.oldest_page_seconds,
-            "hicache_recovered_pages": stats.recovered_pages,
-        }
-        counters = {
-            "prefix_cache_queries": counts.queried_tokens,
-            "prefix_cache_hits": counts.hit_tokens,
-            "hicache_lookups": counts.lookups,
-            "hicache_hits": counts.hits,
-            "hicache_capped_by_state": counts.capped_by_state,
-            "hicache_capped_tokens": counts.capped_tokens,
-            "hicache_stored_pages": counts.stored_pages,
-            "hicache_stored_states": counts.stored_states,
-            "hicache_evicted_pages": counts.evicted_pages,
-            "hicache_evicted_states": counts.evicted_states,
-            "hicache_flushes": counts.flushes,
-        }
-        for name, gauge in gauges.items():
-            metrics.gauge(name).set(gauge)
-        for name, counter in counters.items():
-            metrics.counter(name).value = counter
-        for reason, times in counts.misses.items():
-            metrics.counter("hicache_misses", reason).value = times
-        for reason, times in counts.skipped_stores.items():
-            metrics.counter("hicache_skipped_stores", reason).value = times
-        for direction in DIRECTIONS:
-            copied = self.transfers.counts[direction]
-            metrics.counter("hicache_copied_bytes", direction).value = copied.num_bytes
-            metrics.counter("hicache_copy_seconds", direction).value = copied.seconds
 
 
 def open_prefix_storage(order: PoolOrder, engine: Engine, metrics: MetricSet) -> PrefixStorage:

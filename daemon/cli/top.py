@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from daemon.cli.inspect.cache import cache_table
+from daemon.cli.inspect.cache import cache_view
 from daemon.cli.inspect.processes import STATE_STYLES, processes_table
 from daemon.cli.inspect.requests import requests_table
 from daemon.cli.inspect.session import ASK_SECONDS, REFRESH_SECONDS, make_console
@@ -88,7 +88,7 @@ def frame(state: StateReport, rates: Rates, height: int | None) -> RenderableTyp
         Text(),
         processes_table(state.processes, one_line=True),
         Text(),
-        cache_table(state.cache),
+        cache_view(state.cache),
         Text(),
         requests_table(state.requests, most),
     )

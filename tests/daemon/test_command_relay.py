@@ -11,8 +11,9 @@ import pytest
 
 from daemon.command_relay import GIVE_UP_SECONDS, MAX_COMMANDS, CommandError, CommandRelay
 from daemon.report_types import CommandReport
+from transport.cache_report import CacheContent
 from transport.ids import ProcessName
-from transport.messages import DumpStacks, SetLogLevel
+from transport.messages import CacheCommand, DumpStacks, SetLogLevel
 from transport.stacks import StackFrame, ThreadStack
 
 CLIENT = ProcessName("client/1")
@@ -79,6 +80,19 @@ def test_one_process_or_the_daemon_alone():
     control.sent.clear()
     relay.start(CLIENT, DumpStacks(7, ProcessName("daemon")), LIVING, 0.0)
     assert set(control.reports()) == {"daemon"}
+
+
+def test_only_workers_are_asked_about_their_caches():
+    control = Control()
+    relay = CommandRelay(control)
+    relay.start(CLIENT, CacheCommand("flush", 7), LIVING, 0.0)
+    assert control.to("router") == []
+    assert control.to("worker/0")[0][1].action == "flush"
+    content = CacheContent(enabled=True, pages_used=3, pages_total=9)
+    done(relay, control, "worker/0", content)
+    assert control.reports() == {"worker/0": CommandReport("worker/0", 11, cache=content)}
+    with pytest.raises(CommandError, match="no process 'router' now: worker/0"):
+        relay.start(CLIENT, CacheCommand("report", 7, ProcessName("router")), LIVING, 0.0)
 
 
 @pytest.mark.parametrize(

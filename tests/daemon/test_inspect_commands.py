@@ -21,9 +21,10 @@ import zmq
 from rich.console import Console
 
 from daemon.cli.inspect import inspect_app
-from daemon.cli.inspect.cache import usage_bar
+from daemon.cli.inspect.cache import cache_view
 from daemon.cli.inspect.processes import processes_table
 from daemon.cli.inspect.requests import requests_table
+from daemon.cli.inspect.usage_bar import usage_bar
 from daemon.cli.throughput import Throughput
 from daemon.cli.top import frame
 from daemon.cli.units import duration, rate, size
@@ -31,9 +32,10 @@ from daemon.control_server import ControlServer
 from daemon.errors import DeepInferError
 from daemon.inspection_client import InspectionClient
 from daemon.metrics import MetricsExporter
-from daemon.report_types import StateReport, WorkDone
+from daemon.report_types import CacheRow, StateReport, WorkDone
 from daemon.run_directory import RunDirectory
 from daemon.state_report import answer
+from transport.cache_report import CacheContent, PrefixMiss, PrefixUse
 from transport.ids import ProcessName, RequestId
 from transport.messages import QueueStats, RequestRow, Snapshot, SocketStats, StageTimes
 from transport.sockets import Endpoints
@@ -70,6 +72,9 @@ class FakeDaemon:
 
     def answer(self, what: str) -> bytes:
         return answer(what, self.view, self._exporter)
+
+    def living(self) -> dict[ProcessName, int]:
+        return {ProcessName("router"): os.getpid(), ProcessName("worker/0"): os.getpid()}
 
     def stop_requested(self, drain_timeout: float | None) -> None:
         self.stops.append(drain_timeout)
@@ -275,6 +280,8 @@ def test_queues_cache_and_sockets(daemon, capsys):
     assert "25 %" in cache
     assert "512 / 2,048" in cache
     assert "not loaded yet" in cache.splitlines()[2]
+    assert "worker/0 says nothing of its cache: it is starting" in cache
+    assert "worker/1 says nothing of its cache: it is not running" in cache
     sockets = inspect(capsys, "sockets", "--run-dir", daemon.path)
     assert "1,234   2.0 KiB" in sockets
 
@@ -434,6 +441,31 @@ def test_bars_show_the_share(ratio, cells):
     bar = usage_bar(ratio).plain
     assert bar.count("█") == cells
     assert bar.endswith(f"{100 * ratio:.0f} %")
+
+
+def test_prefix_caches_are_shown_with_what_saves_and_what_missed():
+    content = CacheContent(
+        enabled=True,
+        top_prefixes=[PrefixUse(1280, 41, 3.0, True), PrefixUse(256, 2, 9.0, True)],
+        recent_misses=[PrefixMiss(12.0, 900, 256, 768, "capped by missing state")],
+    )
+    row = CacheRow(
+        0, "worker/0", 1, 2, 0.5, 1, 4, 1, 0, 0, host_pages_used=50, host_pages_total=100,
+        host_states_used=3, host_states_total=8, oldest_page_seconds=600, hit_ratio=0.87,
+        prefix_cache=content,
+    )  # fmt: skip
+    silent = msgspec.structs.replace(row, rank=1, process="worker/1", prefix_cache=None,
+                                     problem="it is stopped")  # fmt: skip
+    text = as_text(cache_view([row, silent]), width=100)
+    for shown in ("50 / 100", "3 / 8", "10 min", "87 %", "1,280", "capped by missing state"):
+        assert shown in text
+    assert text.index("1,280") < text.index("256")
+    assert "worker/1 says nothing of its cache: it is stopped" in text
+
+
+def test_without_a_prefix_cache_nothing_is_said_of_it():
+    row = CacheRow(0, "worker/0", 1, 2, 0.5, 1, 4, 1, 0, 0)
+    assert "prefix" not in as_text(cache_view([row]), width=100)
 
 
 def test_a_long_request_id_gives_way_to_the_numbers(daemon):

@@ -114,13 +114,9 @@ def test_work_does_not_go_back_when_a_worker_dies(make_view, worker):
     worker.process = worker.snapshot = worker.last_snapshot = None
     view = make_view(worker)
     assert ask("status", view, exporter)["work"]["prompt_tokens"] == 7000
-    assert ask("cache", view, exporter) == [
-        {
-            "rank": 3, "process": "worker/3", "pages_used": None, "pages_total": None,
-            "page_usage_ratio": None, "slots_used": None, "slots_total": None,
-            "sequences_running": None, "sequences_waiting": None, "preemptions": 5,
-        }
-    ]  # fmt: skip
+    (row,) = ask("cache", view, exporter)
+    known = {name: value for name, value in row.items() if value not in (None, "")}
+    assert known == {"rank": 3, "process": "worker/3", "preemptions": 5}
 
 
 def test_processes_that_live_are_measured(make_view, make_child):

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from rich.console import RenderableType
+from typing import Final
+
+import msgspec
+from msgspec.structs import replace
+from rich.console import Group, RenderableType
 from rich.text import Text
 
-from daemon.cli.inspect.session import DEFAULT_OUTPUT, Inspection, Output, plain_table
+from daemon.cli.inspect.prefix_tables import prefix_tables
+from daemon.cli.inspect.session import ASK_SECONDS, DEFAULT_OUTPUT, Inspection, Output, plain_table
+from daemon.cli.inspect.usage_bar import part_of, usage_bar
 from daemon.cli.target import DEFAULT_TARGET, Target
-from daemon.cli.units import UNKNOWN, number
-from daemon.report_types import CacheRow
+from daemon.cli.units import number
+from daemon.inspection_client import InspectionClient
+from daemon.report_types import CacheRow, CommandReport
+from transport.messages import CacheCommand
 
-BAR_CELLS = 14
-_PARTS = " ▏▎▍▌▋▊▉█"
+REPORT_SECONDS: Final = 8.0
+"""More than the daemon waits for its workers."""
 
 
-def cache_table(rows: list[CacheRow]) -> RenderableType:
-    """One line per rank."""
+def cache_view(rows: list[CacheRow]) -> RenderableType:
+    """The page pools, then the prefix caches."""
     if not rows:
         return Text("This instance has no workers.", "dim")
+    return Group(_page_pools(rows), *prefix_tables(rows))
+
+
+def _page_pools(rows: list[CacheRow]) -> RenderableType:
+    """One line per rank."""
     table = plain_table()
     table.add_column("rank", justify="right")
     table.add_column("pages in use", no_wrap=True)
@@ -27,8 +40,8 @@ def cache_table(rows: list[CacheRow]) -> RenderableType:
         table.add_row(
             str(row.rank),
             usage_bar(row.page_usage_ratio),
-            _of(row.pages_used, row.pages_total),
-            _of(row.slots_used, row.slots_total),
+            part_of(row.pages_used, row.pages_total),
+            part_of(row.slots_used, row.slots_total),
             number(row.sequences_running),
             number(row.sequences_waiting),
             number(row.preemptions),
@@ -36,21 +49,20 @@ def cache_table(rows: list[CacheRow]) -> RenderableType:
     return table
 
 
-def usage_bar(ratio: float | None) -> Text:
-    """A bar and its percentage; `ratio` is 0 to 1."""
-    if ratio is None:
-        return Text("not loaded yet", "dim")
-    eighths = round(min(max(ratio, 0.0), 1.0) * BAR_CELLS * 8)
-    full, rest = divmod(eighths, 8)
-    bar = "█" * full + (_PARTS[rest] if rest else "")
-    style = "green" if ratio < 0.7 else "yellow" if ratio < 0.9 else "red"
-    return Text.assemble((bar.ljust(BAR_CELLS, "·"), style), f" {100 * ratio:3.0f} %")
-
-
-def _of(used: int | None, total: int | None) -> str:
-    if used is None or total is None:
-        return UNKNOWN
-    return f"{used:,} / {total:,}"
+def ask(client: InspectionClient, question: str) -> bytes:
+    """What the daemon knows of each rank, with what each worker says itself."""
+    rows = msgspec.json.decode(client.ask(question, ASK_SECONDS), type=list[CacheRow])
+    if not rows:
+        return b"[]"
+    answer = client.command(CacheCommand("report", 0), REPORT_SECONDS)
+    reports = {r.process: r for r in msgspec.json.decode(answer, type=list[CommandReport])}
+    for at, row in enumerate(rows):
+        report = reports.get(row.process)
+        if report is None:
+            rows[at] = replace(row, problem="it is not running")
+        else:
+            rows[at] = replace(row, prefix_cache=report.cache, problem=report.problem)
+    return msgspec.json.encode(rows)
 
 
 def cache(
@@ -58,9 +70,13 @@ def cache(
     target: Target = DEFAULT_TARGET,
     output: Output = DEFAULT_OUTPUT,
 ) -> None:
-    """Show the KV page pool and the sequence slots of each rank.
+    """Show the KV page pool, the sequence slots and the host prefix cache of each rank.
+
+    Of the prefix cache: how full it is, when its oldest page was last used, how many of the prompt
+    tokens looked up were taken from it, which prefixes save most (tokens times hits) and why the last
+    prompts missed. Texts are never shown. A worker that hangs is named after two seconds.
 
     *preempted* counts sequences that were set back because the pages ran out; if it grows, lower
     --max-num-seqs or enlarge the pool with --kv-cache-gb.
     """
-    Inspection("cache", list[CacheRow], cache_table).run(target, output)
+    Inspection("cache", list[CacheRow], cache_view, ask).run(target, output)

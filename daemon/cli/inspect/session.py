@@ -54,6 +54,10 @@ DEFAULT_OUTPUT: Final = Output()
 ReportT = TypeVar("ReportT")
 
 
+def _ask(client: InspectionClient, question: str) -> bytes:
+    return client.ask(question, ASK_SECONDS)
+
+
 @dataclass(frozen=True)
 class Inspection(Generic[ReportT]):
     """One question, and how its answer is shown."""
@@ -61,6 +65,8 @@ class Inspection(Generic[ReportT]):
     question: str
     report_type: type[ReportT]
     render: Callable[[ReportT], RenderableType]
+    ask: Callable[[InspectionClient, str], bytes] = _ask
+    """Gets the answer to the question."""
 
     def run(self, target: Target, output: Output, console: Console | None = None) -> None:
         """Ask and show.
@@ -84,7 +90,7 @@ class Inspection(Generic[ReportT]):
             console.on_broken_pipe()  # ends quietly: whoever read this has had enough
 
     def _once(self, client: InspectionClient, as_json: bool, console: Console) -> None:
-        answer = client.ask(self.question, ASK_SECONDS)
+        answer = self.ask(client, self.question)
         if as_json:
             console.file.write(msgspec.json.format(answer.decode(), indent=2) + "\n")
         else:
@@ -93,7 +99,7 @@ class Inspection(Generic[ReportT]):
 
     def _append(self, client: InspectionClient, as_json: bool, console: Console) -> None:
         while True:
-            answer = client.ask(self.question, ASK_SECONDS)
+            answer = self.ask(client, self.question)
             if as_json:
                 console.file.write(answer.decode() + "\n")
             else:
@@ -102,11 +108,11 @@ class Inspection(Generic[ReportT]):
             time.sleep(REFRESH_SECONDS)
 
     def _redraw(self, client: InspectionClient, console: Console) -> None:
-        first = self._rendered(client.ask(self.question, ASK_SECONDS))
+        first = self._rendered(self.ask(client, self.question))
         with Live(first, console=console, auto_refresh=False) as live:
             while True:
                 time.sleep(REFRESH_SECONDS)
-                live.update(self._rendered(client.ask(self.question, ASK_SECONDS)), refresh=True)
+                live.update(self._rendered(self.ask(client, self.question)), refresh=True)
 
     def _rendered(self, answer: bytes) -> RenderableType:
         return self.render(msgspec.json.decode(answer, type=self.report_type))

@@ -16,6 +16,7 @@ from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
 from daemon.router.settings import Routing
+from hicache.copy_choice import CopyChoice
 from workers.settings import Accelerator, DType, EngineKind, KVDType, LoadFormat
 
 DEFAULT_MODEL: Final = "SmolLM2-135M-Instruct"
@@ -240,6 +241,14 @@ class InstanceConfig:
             "models that need them. Default: 4096 on a GPU, 256 on a CPU.",
         ),
     ] = None
+    hicache_copy: Annotated[
+        CopyChoice,
+        Parameter(
+            group=_CACHE,
+            help="How pages travel between a GPU and its prefix cache. batch: the GPU's copy engines, all "
+            "runs of pages in one call; kernel: a few of its processors; auto: by the length of the runs.",
+        ),
+    ] = "auto"
     prefill_any_interval: Annotated[
         int,
         Parameter(

@@ -158,6 +158,7 @@ def _worker(plan: InstancePlan, rank: int, pool_fds: Sequence[int]) -> ChildSpec
         hicache_fd=pool_fds[0] if pool_fds else None,
         hicache_bytes=plan.hicache_bytes,
         hicache_states=plan.hicache_states,
+        hicache_copy=config.hicache_copy,
         fake_step_seconds=config.fake_step_ms / 1000,
     )
     # Threads that wait for each other must not spin: on a busy machine they would hold the very core

@@ -33,9 +33,13 @@ class RowCopier(Protocol):
     def download(self, device_rows: IndexArray, host_rows: IndexArray) -> PendingCopy:
         """Copy device row `device_rows[i]` into host row `host_rows[i]`, for all i.
 
-        It reads what the device wrote before the call. What the device runs later may overwrite
-        the device rows.
+        It reads what the device wrote before the call. `before_overwrite` keeps it apart from what
+        the device runs later.
         """
+        ...
+
+    def before_overwrite(self, device_rows: IndexArray) -> None:
+        """What the device runs from now on may overwrite these rows: it waits for their downloads."""
         ...
 
 
@@ -69,3 +73,6 @@ class CpuRowCopier:
         for device, host, length in zip(*merge_runs(device_rows, host_rows), strict=True):
             self._host[host : host + length] = self._device[device : device + length]
         return Done()
+
+    def before_overwrite(self, device_rows: IndexArray) -> None:
+        """See `RowCopier`. Downloads are over."""

@@ -155,6 +155,13 @@ class StepPlan:
         """Whether this is a prompt step."""
         return bool(self.prompts)
 
+    def written_pages(self) -> IndexArray:
+        """All pages, int32, that the step may be the first to write to since their sequence got them,
+        and maybe some others of that sequence. A decode goes on in the page that it wrote to before."""
+        pages = [page for chunk in self.prompts for page in chunk.pages]
+        pages += [page for _, _, page in self.new_pages]
+        return np.array(pages, np.int32)
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:
@@ -178,7 +185,8 @@ class StepResult:
 
 class CacheCopies(Protocol):
     """Copies between an engine's rows and a host pool's. They are ordered like steps: a step that is
-    launched later reads what a load brings, and a store reads what the steps before it wrote."""
+    launched later reads what a load brings, and a store reads what the steps before it wrote, whatever
+    later steps write."""
 
     def load_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
         """Host row `host_slots[i]` into page `pages[i]`."""

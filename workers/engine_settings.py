@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from hicache.copy_choice import CopyChoice
     from workers.settings import Accelerator, KVDType, LoadFormat
 
 
@@ -42,3 +43,5 @@ class EngineSettings:
     """Entries of `config.json` to replace; nested objects are merged."""
     stores_prefixes: bool = False
     """A host prefix cache stores pages and states of this engine."""
+    hicache_copy: CopyChoice = "auto"
+    """How pages travel between a GPU and the host prefix cache."""

@@ -155,6 +155,7 @@ def create_engine(settings: WorkerSettings, link: DaemonLink) -> Engine:
         deterministic=settings.deterministic,
         hf_overrides=settings.hf_overrides,
         stores_prefixes=settings.hicache_fd is not None,
+        hicache_copy=settings.hicache_copy,
     )
     if model_type(settings.model_dir) in DEEPSEEK_V41_TYPES:
         from workers.models.deepseek_v41.engine import create_deepseek_v41_engine  # noqa: PLC0415

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from hicache.copy_choice import CopyChoice
 from transport.child import ProcessSettings
 
 Accelerator = Literal["cpu", "nvidia"]
@@ -46,5 +47,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """Segment of this rank's prefix cache, inherited from the daemon; None: no prefix cache."""
     hicache_bytes: int
     hicache_states: int
+    hicache_copy: CopyChoice
+    """How pages travel between a GPU and the prefix cache."""
     fake_step_seconds: float = 0.0
     """Fake engine only: how long a step takes."""

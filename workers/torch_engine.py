@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hicache.cuda_row_copy import CudaRowCopier, PinnedPool
+from hicache.copy_choice import CopyChoice
+from hicache.cuda_pools import PinnedPool, open_cuda_row_copier
 from hicache.errors import HostPoolError
 from hicache.host_pool import HostPool
 from hicache.row_copy import CpuRowCopier, PendingCopy, RowCopier
@@ -75,8 +76,16 @@ class TorchEngine:
         info: EngineInfo,
         device: torch.device,
         exact: TiledLayers | None = None,
+        hicache_copy: CopyChoice = "auto",
     ) -> None:
-        """`exact`: the model's linear layers, for results that do not depend on the batch."""
+        """Args:
+        model: what computes.
+        pool: its pages.
+        info: what this engine offers.
+        device: of both.
+        exact: the model's linear layers, for results that do not depend on the batch.
+        hicache_copy: how pages travel between a GPU and the host pool.
+        """
         self._info = info
         self._exact = exact
         self._device = device
@@ -88,7 +97,9 @@ class TorchEngine:
             info.max_num_seqs, info.vocab_size, info.eos_token_ids, device
         )
         self._running: deque[_Running] = deque()
+        self._hicache_copy: CopyChoice = hicache_copy
         self._pinned: PinnedPool | None = None
+        self._copies: PageCopies | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -115,6 +126,8 @@ class TorchEngine:
                 f"{len(self._running)} steps are running; collect one before the next launch."
             )
         try:
+            if self._copies is not None:
+                self._copies.before_step(plan)
             with torch.inference_mode():
                 sampled = self._compute(plan)
                 done = None
@@ -176,16 +189,18 @@ class TorchEngine:
             return PageCopies(CpuRowCopier(rows.numpy(), pool.page_rows))
         try:
             self._pinned = PinnedPool(pool)
+            copier = open_cuda_row_copier(rows, pool.page_rows, self._hicache_copy)
         except HostPoolError as error:
             raise EngineError(str(error)) from error
-        return PageCopies(CudaRowCopier(rows, pool.page_rows))
+        self._copies = PageCopies(copier)
+        return self._copies
 
     def close(self) -> None:
         """See `Engine.close`."""
         if self._pinned is not None:
             torch.cuda.synchronize(self._device)
             self._pinned.close()
-            self._pinned = None
+            self._pinned = self._copies = None
         self._running.clear()
         self._model = self._tables = self._sampler = None
         if self._device.type == "cuda":
@@ -202,6 +217,10 @@ class PageCopies:
 
     def __init__(self, copier: RowCopier) -> None:
         self._copier = copier
+
+    def before_step(self, plan: StepPlan) -> None:
+        """Keep the pages that `plan` writes to apart from stores that are under way."""
+        self._copier.before_overwrite(plan.written_pages())
 
     def load_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
         """See `CacheCopies`."""
@@ -275,7 +294,9 @@ def create_torch_engine(settings: EngineSettings) -> TorchEngine:
     settings.report(
         f"KV cache of {plan.num_pages} pages, {plan.num_pages * info.layout.page_tokens} tokens"
     )
-    return TorchEngine(model, _allocate_pool(info, device), info, device, exact)
+    return TorchEngine(
+        model, _allocate_pool(info, device), info, device, exact, settings.hicache_copy
+    )
 
 
 def _make_exact(model: nn.Module, device: torch.device) -> TiledLayers:

@@ -6,19 +6,26 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hicache.cuda_row_copy import CudaRowCopier, StreamMark
+from hicache.cuda_pools import open_cuda_row_copier
+from hicache.cuda_row_copy import EventMark
 from hicache.row_copy import CpuRowCopier, Done, PendingCopy, RowCopier
 
 if TYPE_CHECKING:
+    from hicache.copy_choice import CopyChoice
     from hicache.host_pool import HostPool
     from hicache.runs import IndexArray
+    from workers.engine import StepPlan
     from workers.models.deepseek_v41.serving_engine import DeepseekV41Engine
 
 
 class DeepseekV41Copies:
     """See `workers.engine.CacheCopies`. On a GPU the pool is page-locked already."""
 
-    def __init__(self, engine: DeepseekV41Engine, pool: HostPool) -> None:
+    def __init__(self, engine: DeepseekV41Engine, pool: HostPool, hicache_copy: CopyChoice) -> None:
+        """
+        Raises:
+            HostPoolError: pages cannot be copied as `hicache_copy` says.
+        """
         pages = engine.caches.pages
         self._engine = engine
         self._on_cpu = pages.device.type == "cpu"
@@ -26,9 +33,14 @@ class DeepseekV41Copies:
         if self._on_cpu:
             self._pages = CpuRowCopier(pages.numpy(), pool.page_rows)
         else:
-            self._pages = CudaRowCopier(pages, pool.page_rows)
+            self._pages = open_cuda_row_copier(pages, pool.page_rows, hicache_copy)
         self._states = torch.from_numpy(pool.state_rows)
         self._device = pages.device
+
+    def before_step(self, plan: StepPlan) -> None:
+        """Keep the pages that `plan` writes to apart from stores that are under way. States travel on
+        the engine's stream."""
+        self._pages.before_overwrite(plan.written_pages())
 
     def load_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
         """See `CacheCopies`."""
@@ -51,4 +63,8 @@ class DeepseekV41Copies:
         return self._mark()
 
     def _mark(self) -> PendingCopy:
-        return Done() if self._on_cpu else StreamMark()
+        if self._on_cpu:
+            return Done()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return EventMark(event)

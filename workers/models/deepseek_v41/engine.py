@@ -76,7 +76,13 @@ class _Parts:
                 self.hashing, self.tables, info.max_num_seqs, self.dtype, self.device
             )
         return DeepseekV41Engine(
-            self.model, caches, engram, info, self.device, exact=self.settings.deterministic
+            self.model,
+            caches,
+            engram,
+            info,
+            self.device,
+            exact=self.settings.deterministic,
+            hicache_copy=self.settings.hicache_copy,
         )
 
 

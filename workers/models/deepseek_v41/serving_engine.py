@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hicache.cuda_row_copy import PinnedPool
+from hicache.cuda_pools import PinnedPool
 from hicache.errors import HostPoolError
 from workers.engine import EngineError, EngineInfo, StepPlan, StepResult
 from workers.memory_plan import pages_for
@@ -21,6 +21,7 @@ from workers.models.deepseek_v41.step import StepBuilder
 from workers.sampler import SampledTokens, Sampler
 
 if TYPE_CHECKING:
+    from hicache.copy_choice import CopyChoice
     from hicache.host_pool import HostPool
     from workers.engine import CacheCopies
     from workers.models.deepseek_v41.engram_lookup import EngramLookup
@@ -50,6 +51,7 @@ class DeepseekV41Engine:
         device: torch.device,
         *,
         exact: bool,
+        hicache_copy: CopyChoice = "auto",
     ) -> None:
         self._info = info
         self._device = device
@@ -65,7 +67,9 @@ class DeepseekV41Engine:
         )
         self._sampler = Sampler(info.max_num_seqs, info.vocab_size, info.eos_token_ids, device)
         self._running: deque[_Running] = deque()
+        self._hicache_copy: CopyChoice = hicache_copy
         self._pinned: PinnedPool | None = None
+        self._copies: DeepseekV41Copies | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -93,6 +97,8 @@ class DeepseekV41Engine:
                 f"{len(self._running)} steps are running; collect one before the next launch."
             )
         try:
+            if self._copies is not None:
+                self._copies.before_step(plan)
             with torch.inference_mode():
                 self._running.append(self._start(plan))
         except torch.OutOfMemoryError as error:
@@ -187,12 +193,14 @@ class DeepseekV41Engine:
 
     def cache_copies(self, pool: HostPool) -> CacheCopies:
         """See `Engine.cache_copies`."""
-        if self._device.type == "cuda":
-            try:
-                self._pinned = PinnedPool(pool)
-            except HostPoolError as error:
-                raise EngineError(str(error)) from error
-        return DeepseekV41Copies(self, pool)
+        if self._device.type == "cpu":
+            return DeepseekV41Copies(self, pool, self._hicache_copy)
+        try:
+            self._pinned = PinnedPool(pool)
+            self._copies = DeepseekV41Copies(self, pool, self._hicache_copy)
+        except HostPoolError as error:
+            raise EngineError(str(error)) from error
+        return self._copies
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -201,7 +209,7 @@ class DeepseekV41Engine:
         if self._pinned is not None:
             torch.cuda.synchronize(self._device)
             self._pinned.close()
-            self._pinned = None
+            self._pinned = self._copies = None
         self._running.clear()
         self._model = None
         if self._engram is not None:

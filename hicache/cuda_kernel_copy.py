@@ -1,0 +1,89 @@
+"""All runs of a copy in one launch of `csrc/page_copy.cu`: a few blocks move the bytes through the host
+pool's addresses on the device."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.cuda_copy_method import (
+    CopyMethodMissing,
+    CudaStream,
+    Direction,
+    PoolPair,
+    single_rows,
+)
+from hicache.runs import RowRuns
+
+BLOCKS: Final = 16
+"""Of the 132 SMs of an H200; more blocks do not copy faster over PCIe 5 x16."""
+THREADS: Final = 512
+VECTOR_BYTES: Final = 16
+MAX_PIECE_BYTES: Final = 1 << 16
+"""Eight vectors a thread: pieces are much longer than the bookkeeping around them, and a copy of few
+long rows still has a piece for every block."""
+
+PairArray = npt.NDArray[np.int32]
+
+
+class KernelArguments(NamedTuple):
+    """What `copy_rows` takes, in this order, before the address and the number of the pairs."""
+
+    target: int
+    target_pitch: int
+    source: int
+    source_pitch: int
+    row_bytes: int
+    piece_bytes: int
+    pieces: int
+
+
+class CopyKernel(Protocol):
+    """The compiled kernel on one device."""
+
+    def launch(self, arguments: KernelArguments, pairs: PairArray, stream: CudaStream) -> None:
+        """Put it into `stream`, for the row pairs int32 [rows,2] (target, source), which lie on the
+        host and may change as soon as this returns."""
+        ...
+
+
+class KernelCopy:
+    """See `CopyMethod`."""
+
+    def __init__(self, pools: PoolPair, kernel: CopyKernel) -> None:
+        """Args:
+        pools: `host` is the pool's address on the device.
+        kernel: on the pool's device.
+
+        Raises:
+            CopyMethodMissing: rows do not consist of whole vectors.
+        """
+        places = (pools.device, pools.device_pitch, pools.host, pools.row_bytes)
+        if any(place % VECTOR_BYTES for place in places):
+            raise CopyMethodMissing(
+                f"rows of {pools.row_bytes} bytes do not consist of {VECTOR_BYTES}-byte vectors"
+            )
+        self._kernel = kernel
+        piece_bytes, pieces = cut_row(pools.row_bytes)
+        device, host = (pools.device, pools.device_pitch), (pools.host, pools.row_bytes)
+        shape = (pools.row_bytes, piece_bytes, pieces)
+        self._arguments: dict[Direction, KernelArguments] = {
+            "up": KernelArguments(*device, *host, *shape),
+            "down": KernelArguments(*host, *device, *shape),
+        }
+
+    def start(self, direction: Direction, runs: RowRuns, stream: CudaStream) -> None:
+        """See `CopyMethod`."""
+        device, host, _ = single_rows(runs)
+        pair = (device, host) if direction == "up" else (host, device)
+        pairs = np.stack(pair, axis=1).astype(np.int32)
+        self._kernel.launch(self._arguments[direction], pairs, stream)
+
+
+def cut_row(row_bytes: int) -> tuple[int, int]:
+    """Bytes and number of the pieces of a row: as few as allowed, as equal as vectors allow."""
+    pieces = -(-row_bytes // MAX_PIECE_BYTES)
+    vectors = -(-row_bytes // (pieces * VECTOR_BYTES))
+    return vectors * VECTOR_BYTES, pieces

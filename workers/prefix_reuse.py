@@ -42,11 +42,18 @@ class PrefixReuse:
         return min(left, default=0) <= gain
 
     def lookup(self, sequence: Sequence) -> Hit | None:
-        """The prefix that this sequence can start from; its rows stay until it is released."""
+        """The prefix that this sequence can start from; its rows stay until it is released.
+
+        Where pages go on past the last state, the sequence gets a checkpoint at their end: this is
+        where the beginnings of several prompts part, as after a shared system prompt.
+        """
         if not sequence.uses_prefix_cache:
             return None
         found = self._cache.lookup(self._hit_keys(sequence))
-        return found if isinstance(found, Hit) else None
+        hit = found if isinstance(found, Hit) else None
+        reached = 0 if hit is None else hit.num_tokens
+        sequence.checkpoint = found.matched_tokens if found.matched_tokens > reached else 0
+        return hit
 
     def release(self, hit: Hit) -> None:
         """The hit will not be loaded."""
@@ -74,6 +81,14 @@ class PrefixReuse:
             return None
         announcement, sequence.announcement = sequence.announcement, None
         return plan, announcement
+
+    def begin_checkpoint_store(self, sequence: Sequence) -> tuple[StorePlan, Announcement] | None:
+        """What to store of a prompt whose chunk in the step that is being planned ends at its
+        checkpoint."""
+        position, sequence.checkpoint = sequence.checkpoint, 0
+        keys = self._keys(sequence, position)
+        plan = self._cache.begin_store(keys, anchors=(position,))
+        return None if plan is None else (plan, self._cache.announce(keys, anchors=(position,)))
 
     def _hit_keys(self, sequence: Sequence) -> PromptKeys:
         end = sequence.prompt_len if self._only_prompt else sequence.num_tokens

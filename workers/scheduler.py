@@ -250,6 +250,8 @@ class Scheduler:
         total = sequence.num_tokens
         start = sequence.num_computed
         stop = min(total, start + batch.budget)
+        if start < sequence.checkpoint < stop:
+            stop = sequence.checkpoint
         stop = self._cover(sequence, start, stop)
         if stop <= start:
             return False
@@ -275,8 +277,9 @@ class Scheduler:
         if not sequence.reported:
             sequence.reported = True
             batch.started.append(sequence)
-        if chunk.sample:
+        if chunk.sample or stop == sequence.checkpoint:
             self._add_store(batch, sequence)
+        if chunk.sample:
             sequence.in_flight = 1
             batch.waiting.append((sequence, sequence.epoch))
             self._waiting.remove(sequence)
@@ -302,8 +305,11 @@ class Scheduler:
     def _add_store(self, batch: _PromptBatch, sequence: Sequence) -> None:
         if self._prefixes is None:
             return
-        store = self._prefixes.begin_store(sequence)
-        sequence.prefix_keys.clear()
+        if sequence.num_computed == sequence.checkpoint:
+            store = self._prefixes.begin_checkpoint_store(sequence)
+        else:
+            store = self._prefixes.begin_store(sequence)
+            sequence.prefix_keys.clear()
         if store is not None:
             assert sequence.slot is not None
             batch.stores.append(PrefixStore(sequence.slot, tuple(sequence.pages), *store))

@@ -65,6 +65,9 @@ class Sequence:
     """Whether a chunk was planned since it got its slot."""
     cached_tokens: int = 0
     """Prompt tokens that its latest start took from the prefix cache."""
+    checkpoint: int = 0
+    """Where a chunk must end, so that the state there can be stored: others have the pages up to
+    here and only lacked a state. 0: nowhere."""
     announcement: Announcement | None = None
     """To the prefix cache, while its prompt is being computed."""
     prefix_keys: dict[int, PromptKeys] = field(default_factory=dict)

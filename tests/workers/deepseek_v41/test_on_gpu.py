@@ -44,7 +44,7 @@ def test_bfloat16_stays_near(make_driver, golden, kv_dtype):
     logits = driver.prefill(driver.prompt(expected["p37.input_ids"]))[-16:].cpu()
     assert logits.isfinite().all()
     both = torch.stack((logits.flatten(), expected["p37.logits_last16"].flatten()))
-    assert torch.corrcoef(both)[0, 1] > 0.8
+    assert torch.corrcoef(both)[0, 1] > 0.7
 
 
 def test_the_exact_mode_does_not_differ_by_a_bit(make_driver, golden):

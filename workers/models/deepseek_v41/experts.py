@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from workers.models.deepseek_v41.formats import dequantize_fp4
+from workers.models.deepseek_v41.formats import FP4_GROUP, scale_values, unpack_fp4
 
 if TYPE_CHECKING:
     from workers.models.deepseek_v41.config import ModelConfig
@@ -26,10 +27,14 @@ class Experts(nn.Module):
         self.matrix_elements = config.hidden_size * config.moe_intermediate_size
         self._stacks: dict[str, Tensor] = {}
         self._filled: dict[str, int] = {}
+        self._pairs: dict[torch.dtype, Tensor] = {}
+        """What the two codes of a byte stand for: [256,2]."""
 
     def put(self, name: str, expert: int, data: Tensor) -> None:
         """Copy one expert's part into its stack: `w1` as stored on the device, or its scales under
         `w1_scale`. The first one decides the type of the stack."""
+        if data.dtype == torch.float8_e8m0fnu:
+            data = data.view(torch.uint8)  # few operations know the type itself
         stack = self._stacks.get(name)
         if stack is None:
             stack = data.new_empty(self.count, *data.shape)
@@ -50,4 +55,19 @@ class Experts(nn.Module):
         scales = self._stacks.get(f"{name}_scale")
         if scales is None:
             return weights.to(dtype)
-        return dequantize_fp4(weights, scales[ids], dtype)
+        return self._unpack(weights, scales[ids], dtype)
+
+    def _unpack(self, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """Two values a byte from a table, which moves far less memory than decoding bit by bit.
+
+        The product with the scale, a power of two, is exact in any type of float32's range.
+        """
+        exact = torch.float32 if dtype == torch.float16 else dtype
+        table = self._pairs.get(exact)
+        if table is None:
+            codes = torch.arange(256, dtype=torch.uint8, device=packed.device)
+            table = self._pairs[exact] = unpack_fp4(codes[:, None]).to(exact)
+        values = functional.embedding(packed.int(), table)
+        groups = values.view(*scales.shape, FP4_GROUP)
+        groups *= scale_values(scales).to(exact)[..., None]
+        return groups.flatten(-2).to(dtype)

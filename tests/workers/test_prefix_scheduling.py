@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ from hicache.prefix_cache import PrefixCache
 from hicache.segment import create_segment
 from transport.ids import ProcessName, RequestId
 from transport.messages import SamplingParams
-from workers.fake_engine import FakeEngine, FakeEngineSettings, fake_next_token
+from workers.fake_engine import FakeCopies, FakeEngine, FakeEngineSettings, fake_next_token
 from workers.prefix_reuse import PrefixReuse
 from workers.prefix_transfer import PrefixTransfers
 from workers.scheduler import Scheduler
@@ -34,26 +34,58 @@ PLENTY = 1 << 40
 
 
 class LateCopies:
-    """Copies that are made at once but say so only at the `delay`-th question."""
+    """Copies that are over only at the `delay`-th question. Pages are stored as late as a GPU may do it:
+    when the copy is over, or when a step or a load is about to overwrite them."""
 
-    def __init__(self, copies, delay: int) -> None:
+    def __init__(self, copies: FakeCopies, delay: int) -> None:
         self._copies = copies
         self._delay = delay
+        self._stores: list[tuple[set[int], _Late]] = []
 
-    def __getattr__(self, name: str):
-        def start(*arguments):
-            getattr(self._copies, name)(*arguments)
-            return _Late(self._delay)
+    def before_overwrite(self, pages) -> None:
+        for stored, late in self._stores:
+            if stored & set(pages.tolist()):
+                late.make()
+        self._stores = [(stored, late) for stored, late in self._stores if late.left >= 0]
 
-        return start
+    def close(self) -> None:
+        """Let go of the pool, as a worker does that ends amid copies."""
+        self._stores.clear()
+        del self._copies
+
+    def load_pages(self, pages, host_slots):
+        self.before_overwrite(pages)
+        self._copies.load_pages(pages, host_slots)
+        return _Late(self._delay)
+
+    def store_pages(self, pages, host_slots):
+        late = _Late(self._delay, lambda: self._copies.store_pages(pages, host_slots))
+        self._stores.append((set(pages.tolist()), late))
+        return late
+
+    def load_state(self, *arguments):
+        self._copies.load_state(*arguments)
+        return _Late(self._delay)
+
+    def store_state(self, *arguments):
+        self._copies.store_state(*arguments)
+        return _Late(self._delay)
 
 
 @dataclass
 class _Late:
     left: int
+    copy: Callable[[], object] | None = None
+
+    def make(self) -> None:
+        copy, self.copy = self.copy, None
+        if copy is not None:
+            copy()
 
     def done(self) -> bool:
         self.left -= 1
+        if self.left < 0:
+            self.make()
         return self.left < 0
 
 
@@ -90,7 +122,8 @@ class Rank:
             max_pending_bytes=PLENTY,
         )
         copies = self.engine.cache_copies(self.pool)
-        self.transfers = PrefixTransfers(self.cache, self.pool, LateCopies(copies, delay))
+        self.copies = LateCopies(copies, delay)
+        self.transfers = PrefixTransfers(self.cache, self.pool, self.copies)
         reuse = PrefixReuse(self.cache, layout.keep_tokens)
         self.scheduler = Scheduler(self.engine.info, budget, 2, reuse)
         self.depth = depth
@@ -103,6 +136,7 @@ class Rank:
         self.scheduler.check_integrity()
         if plan is not None:
             self.transfers.load(plan.loads)
+            self.copies.before_overwrite(plan.written_pages())
             self.engine.launch(plan)
             self.transfers.store(plan.stores)
         worked = self.scheduler.num_launched > (self.depth if plan is not None else 0)
@@ -124,6 +158,7 @@ class Rank:
 
     def close(self) -> None:
         self.transfers.close()
+        self.copies.close()
         self.pool.close()
 
     def check_rest(self) -> None:
@@ -192,7 +227,7 @@ MODELS = st.sampled_from([Model(0, 0), Model(5, 11), Model(8, 8), Model(16, 17),
     model=MODELS,
     host_pages=st.integers(1, 30),
     host_states=st.integers(1, 6),
-    delay=st.integers(0, 4),
+    delay=st.integers(0, 12),
     budget=st.integers(3, 40),
     depth=st.integers(0, 1),
     dies_at=st.none() | st.integers(1, 50),
@@ -270,6 +305,22 @@ def test_prompts_that_come_together_compute_their_common_beginning_once(segment)
     saved = (len(common) + 2 - 11) // PAGE * PAGE
     assert [rank.cached[RequestId(f"r{n}")] for n in range(4)] == [0, saved, saved, saved]
     assert rank.scheduler.counts.prompt_tokens == 4 * (len(common) + 2) - 3 * saved
+    rank.check_rest()
+    rank.close()
+
+
+def test_a_beginning_that_prompts_share_gets_a_state_where_they_part(segment):
+    """As with one system prompt and many questions: the first prompt leaves states at its own end
+    only, the second one finds the pages and leaves a state where they end, the third one starts there."""
+    rank = Rank(segment, Model(5, 11), host_pages=60, host_states=8)
+    system = [1, 2, 3, 4, 5, 6, 7, 8] * 3
+    questions = [[9] * 30, [10] * 30, [11] * 30, [12] * 30]
+    for number, question in enumerate(questions):
+        rank.scheduler.add(make_sequence(number, system + question, 3))
+        rank.run()
+        assert rank.got[RequestId(f"r{number}")] == simulate(system + question, 3, 5)
+    cached = [rank.cached[RequestId(f"r{number}")] for number in range(4)]
+    assert cached == [0, 0, len(system), len(system)]
     rank.check_rest()
     rank.close()
 

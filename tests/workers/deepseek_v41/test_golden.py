@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from workers.models.deepseek_v41 import attention, indexer, moe
+
 TOLERANCE = 1e-3
 LENGTHS = (37, 130, 300)
 
@@ -57,6 +59,24 @@ def test_a_batch_does_not_change_a_sequence(make_driver, golden):
             int(expected[f"p{n}.greedy"][step]) for n in LENGTHS
         ]
         last = list(driver.decode(tokens))
+
+
+def test_work_cut_into_pieces_to_bound_memory_is_the_same(make_driver, golden, monkeypatch):
+    monkeypatch.setattr(indexer, "_PRODUCT_ELEMENTS", 5000)
+    monkeypatch.setattr(indexer, "_SCORE_ELEMENTS", 3000)
+    monkeypatch.setattr(indexer, "_TILE_PAGES", 1)
+    monkeypatch.setattr(attention, "_KEY_ELEMENTS", 30000)
+    monkeypatch.setattr(moe, "_TILE_WEIGHTS", 2 * 96 * 32)
+    driver, expected = make_driver(), golden("v41_tiny", "golden")
+    prompts = [driver.prompt(expected[f"p{n}.input_ids"], slot) for slot, n in enumerate(LENGTHS)]
+    logits = driver.step([p.chunk(0, len(p.ids)) for p in prompts])
+    last = [rows[-1] for rows in torch.split(logits, LENGTHS)]
+    tokens = {p.slot: (int(row.argmax()), len(p.ids)) for p, row in zip(prompts, last, strict=True)}
+    decoded = driver.decode(tokens)
+    for length, first, second in zip(LENGTHS, last, decoded, strict=True):
+        wanted = expected[f"p{length}.decode_logits"]
+        torch.testing.assert_close(first, wanted[0], atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(second, wanted[1], atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("stores_prefixes", [False, True], ids=["short rings", "long rings"])

@@ -20,6 +20,7 @@ from workers.row_tiles import map_rows
 if TYPE_CHECKING:
     from workers.models.deepseek_v41.config import LayerRole, ModelConfig
     from workers.models.deepseek_v41.entries import Entries
+    from workers.models.deepseek_v41.rope import Rope
     from workers.models.deepseek_v41.rows import Rows
     from workers.models.deepseek_v41.serving_caches import ServingCaches
     from workers.models.deepseek_v41.step import Step
@@ -74,7 +75,7 @@ class Layer(nn.Module):
         return stream, x
 
     def write_entries(
-        self, x: Tensor, rows: Rows, step: Step, rope_of: DeepseekV41, caches: ServingCaches
+        self, x: Tensor, rows: Rows, step: Step, rope: Rope, caches: ServingCaches
     ) -> None:
         """Make the entries that this step completes, and store them and the unfinished one."""
         source, entries = self.role.layer, step.entries[self.role.ratio]
@@ -83,7 +84,7 @@ class Layer(nn.Module):
         members = _members(parts, entries, source, step.slots, caches)
 
         def finish(members: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-            rotation = rope_of.compressed_rope(positions)
+            rotation = rope(positions)
             latent = compressor.pool(members)
             keys = indexer.keys(latent, rotation)  # from the latent before it is rotated
             return rotation.apply_(latent), keys
@@ -172,7 +173,7 @@ class DeepseekV41(nn.Module):
             embeddings = step.embeddings(role.layer, run.rows)
             stream, x = layer.attention_input(stream, pre, embeddings, run.rows)
             if role.writes_kv:
-                layer.write_entries(x, rows, step, self, caches)
+                layer.write_entries(x, rows, step, self.compressed_rope, caches)
             if role.layer == self.config.first_decoder_layer:
                 if step.decoder is None:
                     return None

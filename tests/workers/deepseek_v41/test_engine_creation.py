@@ -1,0 +1,89 @@
+"""What an engine is made of, by its settings, and what is refused."""
+
+import pytest
+import torch
+
+from workers.engine import ModelLoadError
+from workers.trial_steps import heaviest_steps
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "kind"),
+    [
+        ("v41_tiny", {"kv_dtype": "auto"}, "float32"),
+        ("v41_tiny", {"kv_dtype": "auto", "dtype": "bfloat16"}, "bfloat16"),
+        ("v41_tiny", {"kv_dtype": "bf16"}, "bfloat16"),
+        ("v41_tiny", {"kv_dtype": "compact"}, "uint8"),
+        ("v41_tiny_quant", {"kv_dtype": "auto"}, "uint8"),
+        ("v41_tiny_quant", {"kv_dtype": "float32"}, "float32"),
+    ],
+)
+def test_the_kv_dtype_decides_what_a_page_holds(new_driver, model, changes, kind):
+    layout = new_driver(model, **changes).engine.info.layout
+    assert {t.dtype for t in layout.page_tensors} == {kind}
+
+
+@pytest.mark.parametrize("model", ["v41_tiny", "v41_tiny_quant"])
+def test_random_weights_of_an_altered_shape_run(new_driver, model):
+    driver = new_driver(
+        model,
+        load_format="dummy",
+        kv_dtype="auto",
+        hf_overrides={"n_routed_experts": 3, "sliding_window": 9},
+    )
+    prompt = driver.prompt(range(3, 60))
+    logits = driver.prefill(prompt, 20)
+    assert logits.isfinite().all()
+    assert 0.1 < logits.std() < 100
+    tokens, _ = driver.continue_greedily(prompt, logits[-1], 3)
+    assert len(tokens) == 3
+
+
+def test_the_heaviest_steps_run(make_driver):
+    """They are what a GPU's memory is planned with; all of their pages are page 0."""
+    driver = make_driver(keep_tokens=24, stores_prefixes=True)
+    engine = driver.engine
+    for plan in heaviest_steps(engine.info, 64):
+        engine.launch(plan)
+        result = engine.collect()
+        assert len(result.tokens) == len(plan.prompts) + len(plan.decodes)
+
+
+def test_a_replay_shorter_than_the_window_is_refused(new_driver):
+    with pytest.raises(ModelLoadError, match="must be at least 16"):
+        new_driver(keep_tokens=10)
+
+
+def test_a_pool_without_room_for_a_page_is_refused(new_driver):
+    with pytest.raises(ModelLoadError, match="one page"):
+        new_driver(kv_cache_gb=1e-6)
+
+
+def test_a_pool_too_small_for_the_context_shortens_it(new_driver):
+    info = new_driver(kv_cache_gb=2.5 * 98304 / 1e9).engine.info
+    assert (info.num_pages, info.max_model_len) == (2, 256)
+
+
+def test_the_fingerprint_follows_weights_and_numbers(new_driver):
+    def fingerprint(*args, **changes):
+        return new_driver(*args, **changes).engine.info.layout.fingerprint
+
+    prints = [
+        fingerprint(),
+        fingerprint(load_format="dummy"),
+        fingerprint("v41_tiny_quant"),
+        fingerprint(kv_dtype="bf16"),
+        fingerprint(keep_tokens=24),
+        fingerprint(dtype="bfloat16"),
+    ]
+    assert len(set(prints)) == len(prints)
+    assert fingerprint(max_num_seqs=2, stores_prefixes=True) == prints[0]
+
+
+def test_bfloat16_stays_near(new_driver, golden):
+    """So small a random model amplifies rounding: only correlation can be asked for."""
+    driver = new_driver("v41_tiny_quant", dtype="bfloat16", kv_dtype="bf16")
+    expected = golden("v41_tiny_quant", "golden")
+    logits = driver.prefill(driver.prompt(expected["p130.input_ids"]))[-16:]
+    both = torch.stack((logits.flatten(), expected["p130.logits_last16"].flatten()))
+    assert torch.corrcoef(both)[0, 1] > 0.7

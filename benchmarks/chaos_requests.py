@@ -43,6 +43,8 @@ class Answer:
     choices: dict[int, Text] = field(default_factory=dict)
     usage: tuple[int, int] | None = None
     """Prompt and completion tokens."""
+    cached: int = 0
+    """Prompt tokens that came from the prefix cache: no part of what has to be equal."""
     error: str | None = None
     """The API's code, or its words, from the body of an error or from an event."""
     complete: bool = False
@@ -210,3 +212,4 @@ def _read_event(event: dict[str, Any], answer: Answer) -> None:
     usage = event.get("usage")
     if usage:
         answer.usage = (usage["prompt_tokens"], usage["completion_tokens"])
+        answer.cached = usage["prompt_tokens_details"]["cached_tokens"]

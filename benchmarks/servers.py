@@ -58,11 +58,12 @@ def start_daemon(folder: Path, port: int, **options: object) -> subprocess.Popen
 
 @contextlib.contextmanager
 def instance(**options: object) -> Iterator[Served]:
-    """`deepinfer serve --engine fake` with these options, in a run directory of its own."""
+    """`deepinfer serve` with these options, by default with the fake engine, in a run directory of its
+    own."""
     folder = Path(tempfile.mkdtemp(prefix="di-bench-"))
     port = free_port()
     log = folder / "log"
-    process = start_daemon(folder, port, engine="fake", **options)
+    process = start_daemon(folder, port, **{"engine": "fake", **options})
     try:
         wait_for(f"http://127.0.0.1:{port}/ready", process, log)
         with InspectionClient(folder / "run", "bench") as client:

@@ -1,0 +1,198 @@
+"""Copies and steps on simulated CUDA streams: whatever the order in which the device gets to its streams,
+copies read and write what they should. The device's work is done by address, as the driver does it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache.cuda_batch_copy import BatchCopy
+from hicache.cuda_copy_method import PoolPair
+from hicache.cuda_row_copy import BATCH_FROM_BYTES, CopyStreams, CudaRowCopier, MethodChoice
+from hicache.runs import RowRuns
+
+ROWS = 8
+ROW_BYTES = 32
+
+
+@dataclass
+class Event:
+    passed: bool = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
+@dataclass
+class Stream:
+    """Work in the order in which it was given; nothing happens before `step`."""
+
+    cuda_stream: int
+    work: deque[Callable[[], bool]] = field(default_factory=deque)
+
+    def record_event(self) -> Event:
+        event = Event()
+
+        def passes() -> bool:
+            event.passed = True
+            return True
+
+        self.work.append(passes)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.work.append(event.query)
+
+    def give(self, action: Callable[[], None]) -> None:
+        def act() -> bool:
+            action()
+            return True
+
+        self.work.append(act)
+
+    def step(self) -> bool:
+        """Do one piece of work, if the stream does not wait."""
+        if self.work and self.work[0]():
+            self.work.popleft()
+            return True
+        return False
+
+
+class Machine:
+    """A GPU with two pools, an engine's stream and a copier."""
+
+    def __init__(self) -> None:
+        self.host = np.zeros((ROWS, ROW_BYTES), np.uint8)
+        self.device = np.zeros((ROWS, ROW_BYTES), np.uint8)
+        self.streams = [Stream(number) for number in (0, 7, 8)]
+        self.engine, up, down = self.streams
+        pools = PoolPair(self.device.ctypes.data, ROW_BYTES, self.host.ctypes.data, ROW_BYTES)
+        method = BatchCopy(pools, self.batch_call)
+        self.copier = CudaRowCopier(
+            MethodChoice(method, method, ROW_BYTES), CopyStreams(up, down, lambda: self.engine)
+        )
+
+    def batch_call(self, targets, sources, sizes, handle) -> str:
+        assert handle != 0, "the batched call does not take the default stream"
+        assert len(targets) == len(sources) == len(sizes) > 0
+        stream = next(s for s in self.streams if s.cuda_stream == handle)
+        for target, source, size in zip(targets, sources, sizes, strict=True):
+            stream.give(lambda t=target, s=source, n=size: ctypes.memmove(t, s, n))
+        return ""
+
+    def run(self, draws: list[int]) -> None:
+        """Let the streams go on in the drawn order, one piece of work at a time."""
+        for draw in draws:
+            self.streams[draw].step()
+
+    def finish(self) -> None:
+        while any(stream.step() for stream in self.streams):
+            pass
+        assert not any(stream.work for stream in self.streams), "the streams wait for each other"
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["step", "upload", "download"]),
+        st.permutations(range(ROWS)),
+        st.integers(0, 4),
+        st.lists(st.integers(0, 2), max_size=12),
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+@given(ACTIONS, st.randoms(use_true_random=False))
+def test_any_progress_of_the_streams_gives_what_doing_one_after_the_other_gives(actions, random):
+    machine = Machine()
+    host, device = machine.host.copy(), machine.device.copy()
+    fresh_host_rows, stored_rows = iter(range(ROWS)), []
+    for value, (action, rows, count, draws) in enumerate(actions, 1):
+        pages = np.array(rows[:count], np.int32)
+        match action:
+            case "step":
+                machine.copier.before_overwrite(pages)
+                # It reads all rows and writes its own, as a prompt step does.
+                result = (device.sum() + value) % 251
+                device[pages] = result
+
+                def step(pages=pages, value=value):
+                    machine.device[pages] = (machine.device.sum() + value) % 251
+
+                machine.engine.give(step)
+            case "download":
+                # The cache gives a host row out once, until it knows that it is whole.
+                slots = [slot for slot, _ in zip(fresh_host_rows, range(count), strict=False)]
+                pages = pages[: len(slots)]
+                copy = machine.copier.download(pages, np.array(slots, np.int32))
+                host[slots] = device[pages]
+                stored_rows.append((copy, slots))
+            case "upload":
+                whole = [slot for copy, slots in stored_rows if copy.done() for slot in slots]
+                pages = pages[: len(whole)]
+                slots = np.array(random.sample(whole, len(pages)), np.int32)
+                machine.copier.upload(pages, slots)
+                device[pages] = host[slots]
+        machine.run(draws)
+    machine.finish()
+    np.testing.assert_array_equal(machine.device, device)
+    np.testing.assert_array_equal(machine.host, host)
+    assert all(copy.done() for copy, _ in stored_rows)
+
+
+def test_a_step_that_writes_elsewhere_does_not_wait_for_a_store():
+    machine = Machine()
+    copy = machine.copier.download(np.array([1, 2], np.int32), np.array([0, 1], np.int32))
+    machine.copier.before_overwrite(np.array([3], np.int32))
+    machine.run([0] * 5)
+    assert not machine.engine.work
+    assert not copy.done()
+    machine.copier.before_overwrite(np.array([2], np.int32))
+    machine.run([0] * 5)
+    assert machine.engine.work
+    machine.finish()
+    assert copy.done()
+    machine.copier.before_overwrite(np.array([2], np.int32))
+    assert not machine.engine.work, "a store that is over is forgotten"
+
+
+class Named:
+    def __init__(self) -> None:
+        self.runs: list[RowRuns] = []
+
+    def start(self, direction, runs, stream) -> None:
+        self.runs.append(runs)
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_the_mean_length_of_the_runs_decides(direction):
+    """Not the longest, and not the number of rows: short runs cost as much to begin as long ones."""
+    limit = BATCH_FROM_BYTES[direction]
+    row_bytes = limit // 4
+    long_runs, short_runs = Named(), Named()
+    methods = MethodChoice(long_runs, short_runs, row_bytes)
+
+    def runs(*lengths: int) -> RowRuns:
+        starts = np.arange(len(lengths), dtype=np.int64) * 100
+        return RowRuns(starts, starts, np.array(lengths, np.int64))
+
+    assert methods.pick(direction, runs(4)) is long_runs
+    assert methods.pick(direction, runs(3)) is short_runs
+    assert methods.pick(direction, runs(7, 1)) is long_runs
+    assert methods.pick(direction, runs(8, 1, 1)) is short_runs
+
+
+def test_nothing_to_copy_is_over_at_once():
+    machine = Machine()
+    none = np.empty(0, np.int32)
+    assert machine.copier.upload(none, none).done()
+    assert machine.copier.download(none, none).done()
+    assert not any(stream.work for stream in machine.streams)

@@ -3,6 +3,7 @@ preemption."""
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from transport.ids import ProcessName, RequestId
 from transport.messages import RUNNING, SamplingParams
@@ -12,7 +13,7 @@ from workers.sequence import Sequence
 
 LENGTHS = (37, 130, 300)
 GREEDY = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
-SEEDED = SamplingParams(max_tokens=12, temperature=1.0, top_k=50, seed=1, logprobs=0)
+SEEDED = SamplingParams(max_tokens=6, temperature=1.0, top_k=50, seed=1, logprobs=0)
 
 
 def run(engine, prompts, *, chunk, sampling=GREEDY, seeds=None):
@@ -70,9 +71,10 @@ def test_preempted_and_recomputed(make_driver, golden, prompts, keep):
     driver = make_driver(keep_tokens=keep, kv_cache_gb=5.5 * page / 1e9)
     assert driver.engine.info.num_pages == 5
     prompts = [prompts[1][:120], prompts[2][:250], prompts[1][:125], prompts[0]]
-    together, _, preemptions = run(driver.engine, prompts, chunk=64)
+    some = replace(GREEDY, max_tokens=16)
+    together, _, preemptions = run(driver.engine, prompts, chunk=64, sampling=some)
     assert preemptions > 0
-    alone = [run(driver.engine, [ids], chunk=512)[0][0] for ids in prompts]
+    alone = [run(driver.engine, [ids], chunk=512, sampling=some)[0][0] for ids in prompts]
     assert together == alone
 
 

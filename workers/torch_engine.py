@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hicache.copy_choice import CopyChoice
 from hicache.cuda_pools import PinnedPool, open_cuda_row_copier
@@ -23,7 +23,6 @@ from hicache.errors import HostPoolError
 from hicache.host_pool import HostPool
 from hicache.row_copy import CpuRowCopier, PendingCopy, RowCopier
 from hicache.runs import IndexArray
-from transport.messages import SamplingParams
 from workers.cache_layout import build_cache_layout, layer_shapes, weights_identity
 from workers.device import (
     DTypeName,
@@ -33,11 +32,9 @@ from workers.device import (
 )
 from workers.engine import (
     CacheCopies,
-    DecodeRow,
     EngineError,
     EngineInfo,
     ModelLoadError,
-    PromptChunk,
     StepPlan,
     StepResult,
 )
@@ -50,6 +47,7 @@ from workers.model_probe import model_logits, pin_rope, probe_model
 from workers.paged_attention import PagePool, SegmentedStep
 from workers.sampler import SampledTokens, Sampler
 from workers.step_inputs import SlotTables
+from workers.trial_steps import heaviest_steps
 
 _log = logging.getLogger(__name__)
 
@@ -132,7 +130,7 @@ class TorchEngine:
                 sampled = self._compute(plan)
                 done = None
                 if self._device.type == "cuda":
-                    sampled = _to_host(sampled)
+                    sampled = sampled.to_host()
                     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     done.record()
         except torch.OutOfMemoryError as error:
@@ -237,21 +235,6 @@ class PageCopies:
     def store_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
         """Never asked for."""
         raise EngineError("This model keeps no states.")
-
-
-def _to_host(sampled: SampledTokens) -> SampledTokens:
-    """Start the copies to pinned host memory; complete when the step's event is."""
-
-    def fetch(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to("cpu", non_blocking=True)
-
-    return replace(
-        sampled,
-        tokens=sampled.tokens.to("cpu", non_blocking=True),
-        chosen=fetch(sampled.chosen),
-        top_ids=fetch(sampled.top_ids),
-        top_logprobs=fetch(sampled.top_logprobs),
-    )
 
 
 def create_torch_engine(settings: EngineSettings) -> TorchEngine:
@@ -385,7 +368,7 @@ def _measure_peak(
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        for plan in _heaviest_steps(settings, info):
+        for plan in heaviest_steps(info, settings.max_batched_tokens):
             engine.launch(plan)
             engine.collect()
     except EngineError as error:
@@ -396,30 +379,3 @@ def _measure_peak(
     peak = torch.cuda.max_memory_allocated(device) - before
     _log.info("The largest step takes %.2f GiB beside weights and KV cache.", peak / 2**30)
     return peak
-
-
-def _heaviest_steps(settings: EngineSettings, info: EngineInfo) -> tuple[StepPlan, ...]:
-    sampling = SamplingParams(
-        max_tokens=1,
-        top_p=0.9,
-        top_k=40,
-        repetition_penalty=1.1,
-        logprobs=0,
-        logit_bias=((0, 0.0),),
-    )
-    length = info.max_model_len - 1
-    pages = (0,) * pages_for(info.max_model_len, info.layout.page_tokens)
-
-    def chunk(slot: int, start: int, tokens: int) -> PromptChunk:
-        ids = np.zeros(tokens, np.int32)
-        return PromptChunk(
-            slot, start, ids, pages, True, True, sampling, slot, start + tokens, history=ids[:0]
-        )
-
-    tokens = min(settings.max_batched_tokens, length)
-    one_long = StepPlan(0, prompts=(chunk(0, length - tokens, tokens),))
-    many = min(info.max_num_seqs, settings.max_batched_tokens)
-    each = max(1, min(length, settings.max_batched_tokens // many))
-    many_short = StepPlan(1, prompts=tuple(chunk(s, length - each, each) for s in range(many)))
-    decode = StepPlan(2, decodes=tuple(DecodeRow(s, length) for s in range(many)))
-    return one_long, many_short, decode

@@ -169,7 +169,9 @@ class ControlServer:
         except QueryError as error:
             self._control.send(peer, Answer(serial, str(error)), b"")
 
-    def _carry_out(self, peer: ProcessName, command: ProcessCommand, handler: ControlHandler) -> None:
+    def _carry_out(
+        self, peer: ProcessName, command: ProcessCommand, handler: ControlHandler
+    ) -> None:
         try:
             self._relay.start(peer, command, handler.living(), time.monotonic())
         except CommandError as error:

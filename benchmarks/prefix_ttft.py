@@ -69,9 +69,9 @@ def served_options(words: str) -> dict[str, object]:
     for word in shlex.split(words):
         if word.startswith("--"):
             name, has_value, value = word[2:].replace("-", "_").partition("=")
-            options[name] = value if has_value else "true"
+            options[name] = value if has_value else True
             last = name
-        elif options and options[last] == "true":
+        elif options and options[last] is True:
             options[last] = word
         else:
             raise ValueError(f"--serve: {word!r} belongs to no option: write --NAME VALUE")

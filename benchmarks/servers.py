@@ -46,7 +46,11 @@ class Served:
 def start_daemon(folder: Path, port: int, **options: object) -> subprocess.Popen[bytes]:
     """`deepinfer serve` as instance `bench` in a session of its own, its run directory and log in
     `folder`. Not ready yet; the caller ends it."""
-    words = [word for k, v in options.items() for word in ("--" + k.replace("_", "-"), str(v))]
+    words = []
+    for name, value in options.items():
+        words.append("--" + name.replace("_", "-"))
+        if value is not True:  # a flag stands alone
+            words.append(str(value))
     command = [sys.executable, "-m", "daemon.cli.main", "serve", "--instance", "bench",
                "--run-dir", str(folder / "run"), "--port", str(port), *words]  # fmt: skip
     with (folder / "log").open("wb") as log_file:

@@ -120,7 +120,8 @@ def test_copies_and_steps_keep_their_order(make_pools, choice, on_default_stream
             torch.cuda._sleep(SLOW_CYCLES // 8)
             pools.device.fill_(value)
             stored = pools.copier.download(pages, slots)
-            assert not stored.done(), "the call waited for the device"
+            # The first turn may load kernels and page-lock memory, which waits.
+            assert value == 1 or not stored.done(), "the call waited for the device"
             pools.copier.before_overwrite(pages[:1])
             pools.device.fill_(100 + value)
             stream.synchronize()
@@ -131,7 +132,7 @@ def test_copies_and_steps_keep_their_order(make_pools, choice, on_default_stream
             torch.cuda._sleep(SLOW_CYCLES // 8)
             pools.device.fill_(200)
             loaded = pools.copier.upload(pages, slots)
-            assert not loaded.done(), "the call waited for the device"
+            assert value == 1 or not loaded.done(), "the call waited for the device"
             summed = pools.device.sum(dtype=torch.int64)
             assert int(summed) == value * pools.device.numel()
             assert loaded.done()
@@ -157,11 +158,14 @@ def test_stores_beside_loads_and_steps(make_pools, choice):
             assert int(total) == int(pools.host[128:].sum(dtype=np.int64))
 
 
-def test_a_store_never_makes_the_host_wait(make_pools):
-    """Nor does the check before a step, whether or not it concerns the store."""
-    pools = make_pools(1 << 20, 64, "auto")
+@pytest.mark.parametrize("choice", CHOICES)
+def test_no_copy_makes_the_host_wait(make_pools, choice):
+    """Nor does the check before a step that will overwrite what is being stored."""
+    pools = make_pools(1 << 20, 64, choice)
     pages = np.arange(64, dtype=np.int32)
-    pools.copier.download(pages, pages)  # torch's allocators have their memory after this
+    # torch's allocators have their memory after this.
+    pools.copier.download(pages, pages)
+    pools.copier.upload(pages[:3], pages[5:8])
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

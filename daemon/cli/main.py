@@ -8,6 +8,7 @@ from cyclopts import App
 from rich.console import Console
 from rich.text import Text
 
+from daemon.cli.bench import bench_app
 from daemon.cli.check import check_app
 from daemon.cli.config_show import config_app
 from daemon.cli.inspect import inspect_app
@@ -34,6 +35,7 @@ app.command(status)
 app.command(inspect_app)
 app.command(top)
 app.command(check_app)
+app.command(bench_app)
 app.command(config_app)
 app.command(systemd_app)
 

@@ -1,0 +1,33 @@
+"""`deepinfer bench page-copy` on a GPU: it runs to its end and its figures are possible ones."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from daemon.cli.bench.page_copy import page_copy
+from daemon.cli.bench.page_copy_report import Report
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+def test_all_methods_are_measured(tmp_path):
+    pytest.importorskip("cuda.core")
+    path = tmp_path / "figures.json"
+    page_copy(json=path)
+    report = msgspec.json.decode(path.read_bytes(), type=Report)
+    assert report.missing == []
+    assert len(report.copies) == 8 * 3
+    assert len(report.slowdowns) == 2 * 3 * 2
+    assert len(report.goals) == 4
+    link = report.link_gb_per_second
+    for figures in report.copies:
+        rates = figures.gb_per_second
+        # No copy of small pieces beats the link by more than timing is off.
+        assert 0 < rates.up < 1.1 * link.up
+        assert 0 < rates.down < 1.1 * link.down
+        assert 0 < rates.both < 1.1 * (link.up + link.down)

@@ -1,0 +1,148 @@
+"""`deepinfer bench page-copy`: what it copies, what it makes of the figures, and what it does without a
+GPU. With one, `tests/daemon/test_bench_on_gpu.py` runs it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from random import Random
+
+import msgspec
+import numpy as np
+import pytest
+from rich.console import Console
+
+from daemon.cli.bench.page_copy_cases import (
+    all_cases,
+    churned_prompts,
+    fresh_prompts,
+    scattered_rows,
+)
+from daemon.cli.bench.page_copy_report import (
+    CopyFigures,
+    Rates,
+    Report,
+    SlowdownFigures,
+    judge,
+    show,
+)
+from daemon.cli.main import main
+from daemon.errors import DeepInferError
+from hicache.runs import merge_runs
+
+# The package's attribute of this name is the command itself.
+command = importlib.import_module("daemon.cli.bench.page_copy")
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return all_cases()
+
+
+def test_no_row_is_both_loaded_and_stored(cases):
+    """Else copies in both directions at once would race."""
+    for case in cases:
+        for side, count in (("device", case.device_rows), ("host", case.host_rows)):
+            rows = np.concatenate([getattr(case.up, side), getattr(case.down, side)])
+            assert len(np.unique(rows)) == len(rows)
+            assert rows.min() >= 0
+            assert rows.max() < count
+            assert rows.dtype == np.int32
+
+
+def test_every_run_of_the_benchmark_copies_the_same_rows(cases):
+    for first, again in zip(cases, all_cases(), strict=True):
+        assert first.name == again.name
+        for one, other in ((first.up, again.up), (first.down, again.down)):
+            np.testing.assert_array_equal(one.device, other.device)
+            np.testing.assert_array_equal(one.host, other.host)
+
+
+def test_a_fresh_pool_gives_one_run_and_a_churned_one_many():
+    fresh, churned = fresh_prompts(), churned_prompts(Random(1))
+    assert len(fresh.up.device) == len(churned.up.device) == 32 * 1024 // 128
+    assert len(merge_runs(*fresh.up).length) == len(merge_runs(*fresh.down).length) == 1
+    assert len(merge_runs(*churned.up).length) > 4
+    assert churned.mean_run_bytes() < fresh.mean_run_bytes() / 4
+
+
+def test_scattered_rows_stay_single_and_within_bounds():
+    case = scattered_rows(1 << 20, Random(2))
+    assert len(case.up.device) * case.row_bytes == 512 << 20
+    assert case.mean_run_bytes() < 1.1 * case.row_bytes
+
+
+def copied(rates: Rates, method: str = "auto", case: str = "32K prompt, fresh") -> CopyFigures:
+    return CopyFigures(case, method, 114_048, 114_048 * 256, rates, 0.2)
+
+
+def beside(percent: float, method: str = "auto") -> SlowdownFigures:
+    return SlowdownFigures("32K prompt, fresh", method, "up", percent, 50.0)
+
+
+def test_goals_are_judged_by_what_auto_does_with_a_fresh_prompt():
+    other = [copied(Rates(1, 1, 1), "batch"), copied(Rates(1, 1, 1), case="32K prompt, churned")]
+    slow = beside(30.0, "kernel")
+    goals = judge([*other, copied(Rates(52.0, 55.1, 96.0))], [slow, beside(0.3), beside(1.9)])
+    assert [goal.met for goal in goals] == [True] * 4
+    goals = judge([*other, copied(Rates(51.9, 53.0, 89.0))], [beside(0.3), beside(2.4)])
+    assert [(goal.measured, goal.met) for goal in goals] == [
+        ("51.9 GB/s", False), ("53.0 GB/s", True), ("89.0 GB/s", False), ("2.4 %", False),
+    ]  # fmt: skip
+    assert judge(other, [slow]) == []
+
+
+REPORT = Report(
+    "NVIDIA H200", "2.11.0", Rates(55.0, 55.1, 97.0), [copied(Rates(53.8, 53.7, 96.6))],
+    [beside(1.2)], ["--hicache-copy kernel cannot be had here"],
+    judge([copied(Rates(53.8, 53.7, 96.6))], [beside(1.2)]),
+)  # fmt: skip
+
+
+def test_the_tables_show_figures_beside_goals_and_what_is_missing():
+    console = Console(width=120, record=True)
+    show(REPORT, console)
+    lines = console.export_text().splitlines()
+    assert any("NVIDIA H200" in line for line in lines)
+    assert any("up 55.0, down 55.1, both 97.0" in line for line in lines)
+    assert any(line.split()[-5:] == ["53.8", "53.7", "96.6", "0.20", "ms"] for line in lines)
+    assert any("both ways" in line and ">= 90 GB/s" in line and "yes" in line for line in lines)
+    assert any("not measured: --hicache-copy kernel" in line for line in lines)
+
+
+def run_main(monkeypatch, *arguments: str) -> object:
+    monkeypatch.setattr(sys, "argv", ["deepinfer", "bench", "page-copy", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    return exit_.value.code
+
+
+def test_without_a_gpu_it_says_so_in_a_sentence_and_exits_with_2(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "nvidia_devices", list)
+    assert run_main(monkeypatch) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.strip().startswith("deepinfer: There is no GPU 0 on this machine")
+    assert "Traceback" not in captured.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gpu_that_torch_cannot_use_is_a_sentence_too(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "nvidia_devices", lambda: ["0"])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert run_main(monkeypatch) == 2
+    assert "finds no usable GPU 0" in capsys.readouterr().err
+
+
+def test_the_file_holds_all_figures(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(command, "nvidia_devices", lambda: ["0"])
+    monkeypatch.setattr(
+        "daemon.cli.bench.page_copy_gpu.measure_page_copies", lambda index, progress: REPORT
+    )
+    command.page_copy(json=tmp_path / "figures.json")
+    assert msgspec.json.decode((tmp_path / "figures.json").read_bytes(), type=Report) == REPORT
+    assert "53.8" in capsys.readouterr().out
+    with pytest.raises(DeepInferError, match="cannot be written"):
+        command.page_copy(json=tmp_path / "missing" / "figures.json")

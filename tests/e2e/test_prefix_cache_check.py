@@ -13,19 +13,19 @@ LENGTHS = ("--prompt-tokens", 300, "--turn-tokens", 100, "--max-tokens", 6)
 
 @pytest.mark.slow
 def test_a_live_server_is_found_equal(cli, chat_server):
-    done = cli("check", "prefix-cache", "--url", chat_server.url, "--turns", 3,
+    done = cli("check", "prefix-cache", "--url", chat_server.url, "--turns", 2,
                "--conversations", 2, *LENGTHS, "--json", timeout=240)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert report["equal"] is True
     assert report["model"] == "SmolLM2-135M-Instruct"
     by_place = {(turn["conversation"], turn["turn"]): turn for turn in report["turns"]}
-    assert by_place.keys() == {(c, t) for c in (1, 2) for t in (1, 2, 3)}
+    assert by_place.keys() == {(c, t) for c in (1, 2) for t in (1, 2)}
     for (conversation, number), turn in by_place.items():
         before = by_place.get((conversation, number - 1))
         known = before["prompt_tokens"] if before else 0
         assert turn["cached_tokens"] == known // 128 * 128
-    assert report["hit_share"] > 0.3
+    assert report["hit_share"] > 0.2
 
 
 def test_a_server_without_a_cache_is_said_to_have_none(cli, serve):

@@ -29,10 +29,11 @@ def test_new_workers_hit_what_killed_ones_had_stored(serve, eventually):
         server.ready()
         _, wanted = complete(server, prefix_cache=False, max_tokens=900)
         body = {"prompt": LONG_PROMPT, "max_tokens": 900, "temperature": 0, "ignore_eos": True}
+        worker = server.pids()["worker/0"]
         with server.stream("/v1/completions", body) as stream:
             pieces = stream.pieces()
             got = [next(pieces)]  # so its prompt is stored
-            kill_worker(server, eventually)
+            os.kill(worker, signal.SIGKILL)
             got += pieces
         assert "".join(got) == wanted
         server.ready()
@@ -40,7 +41,9 @@ def test_new_workers_hit_what_killed_ones_had_stored(serve, eventually):
         stored = server.metric("hicache_recovered_pages")
         assert stored > 0
 
-        kill_worker(server, eventually)
+        worker = server.pids()["worker/0"]
+        os.kill(worker, signal.SIGKILL)
+        eventually(lambda: server.pids()["worker/0"] not in (worker, None), 30, "a new worker")
         server.ready()
         cached, text = complete(server)
         assert cached == stored * PAGE
@@ -48,13 +51,6 @@ def test_new_workers_hit_what_killed_ones_had_stored(serve, eventually):
         eventually(lambda: server.metric("hicache_recovered_pages"), 10, "it recovered them too")
         server.post("/deepinfer/cache/flush", {})
         assert complete(server) == (0, text)
-
-
-def kill_worker(server, eventually) -> None:
-    """Kill it and wait for a new process."""
-    old = server.pids()["worker/0"]
-    os.kill(old, signal.SIGKILL)
-    eventually(lambda: server.pids()["worker/0"] not in (old, None), 30, "there is a new worker")
 
 
 def test_a_killed_daemon_leaves_no_shared_memory(serve, eventually, session_members):

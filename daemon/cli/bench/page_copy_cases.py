@@ -52,12 +52,12 @@ class CopyCase:
 def all_cases(seed: int = 0) -> list[CopyCase]:
     """What the benchmark measures, the same every time."""
     draw = Random(seed)
-    return [scattered_rows(size, draw) for size in ROW_SIZES] + prompts(draw)
+    return [scattered_rows(size, draw) for size in ROW_SIZES] + prompts(seed)
 
 
-def prompts(draw: Random) -> list[CopyCase]:
+def prompts(seed: int = 0) -> list[CopyCase]:
     """Whole DeepSeek-V4.1 prompts of 32K tokens."""
-    return [fresh_prompts(), churned_prompts(draw)]
+    return [fresh_prompts(), churned_prompts(Random(seed))]
 
 
 def scattered_rows(row_bytes: int, draw: Random) -> CopyCase:

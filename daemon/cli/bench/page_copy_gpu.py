@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from random import Random
 from typing import Final
 
 import torch
@@ -83,13 +82,13 @@ def _measure_all(device: torch.device, progress: Progress) -> Report:
             copies += [_measure_copies(case, choice, copiers[choice]) for choice in copiers]
     slowdowns: list[SlowdownFigures] = []
     decode = DecodeLoad(device)
-    for case in prompts(Random(0)):
+    for case in prompts():
         progress(f"{case.name}, beside a decode")
         with _copiers(case, device, missing) as copiers:
             slowdowns += _measure_slowdowns(case, copiers, decode)
     return Report(
         torch.cuda.get_device_name(device),
-        torch.__version__,
+        str(torch.__version__),
         link,
         copies,
         slowdowns,

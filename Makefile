@@ -34,8 +34,9 @@ test: $(STAMP)  ## Run all checks and tests.
 test-quick: $(STAMP)  ## Run the tests that take less than ten seconds each.
 	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
 
-test-gpu:  ## Run the GPU tests with the Python that is active (needs torch with CUDA).
+test-gpu:  ## Run GPU tests and the page-copy benchmark with the active Python (torch with CUDA, the extra gpu).
 	$(PYTHON) -m pytest -m gpu $(ARGS)
+	$(PYTHON) -m daemon.cli.main bench page-copy
 
 lint: $(STAMP)  ## Style, types, and the direction of imports.
 	$(BIN)/ruff check .

@@ -24,7 +24,8 @@ from hicache.errors import HostPoolError
 from hicache.host_pool import HostPool, RowArray
 from hicache.runs import RowRuns
 
-_PORTABLE: Final = 1  # cudaHostRegisterPortable
+_REGISTER_FLAGS: Final = 3
+"""cudaHostRegisterPortable | cudaHostRegisterMapped: the kernel reads and writes the pool itself."""
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class PinnedPool:
         """
         self._address = int(pool.memory.ctypes.data)
         self._driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = self._driver.cudaHostRegister(self._address, pool.memory.nbytes, _PORTABLE)
+        status = self._driver.cudaHostRegister(self._address, pool.memory.nbytes, _REGISTER_FLAGS)
         if int(status) != 0:
             raise HostPoolError(
                 f"The host prefix cache cannot be page-locked for the GPU (CUDA error {int(status)}): "

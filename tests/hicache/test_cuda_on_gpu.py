@@ -6,11 +6,14 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import pytest
 import torch
 
+from hicache import cuda_pools
+from hicache.cuda_copy_method import CopyMethodMissing
 from hicache.cuda_pools import PinnedPool, open_cuda_row_copier
 from hicache.cuda_row_copy import CudaRowCopier
 from hicache.host_pool import HostPool, PoolGeometry
@@ -23,7 +26,8 @@ pytestmark = [
 
 PLENTY = 1 << 40
 SLOW_CYCLES = 200_000_000  # about a tenth of a second
-CHOICES = ["auto", "batch", "kernel"]
+CHOICES = ["auto", "batch", "kernel", "neither"]
+"""neither: `auto` on a machine that has neither."""
 
 
 @dataclass
@@ -38,14 +42,22 @@ class Pools:
         return self.device.cpu().numpy()
 
 
+def missing(*_arguments: object) -> NoReturn:
+    raise CopyMethodMissing("it is taken away")
+
+
 @pytest.fixture
-def make_pools() -> Iterator[Callable[..., Pools]]:
+def make_pools(monkeypatch) -> Iterator[Callable[..., Pools]]:
     with contextlib.ExitStack() as stack:
 
         def make(row_bytes: int, rows: int, choice: str) -> Pools:
-            if choice in ("auto", "kernel"):
+            if choice == "neither":
+                monkeypatch.setattr(cuda_pools, "find_batch_call", missing)
+                monkeypatch.setattr(cuda_pools, "CompiledCopyKernel", missing)
+                choice = "auto"
+            else:
                 pytest.importorskip("cuda.core")
-            pytest.importorskip("cuda.bindings")
+                pytest.importorskip("cuda.bindings")
             fd = create_segment("test")
             stack.callback(os.close, fd)
             pool = HostPool(fd, PoolGeometry("model", row_bytes, rows), PLENTY)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -20,17 +21,21 @@ from hicache.prefix_cache import PrefixCache
 from hicache.segment import create_segment
 from transport.ids import ProcessName, RequestId
 from transport.messages import SamplingParams
+from workers.engine import Engine
 from workers.engine_settings import EngineSettings
+from workers.models.deepseek_v41.engine import create_deepseek_v41_engine
 from workers.prefix_reuse import PrefixReuse
 from workers.prefix_transfer import PrefixTransfers
 from workers.scheduler import Scheduler
 from workers.sequence import Sequence
-from workers.torch_engine import TorchEngine, create_torch_engine
+from workers.torch_engine import create_torch_engine
 
 VOCAB = 211
 PLENTY = 1 << 40
-DEVICE_PAGES = 18
 OUTPUT = 5
+V41_TINY = Path(__file__).parents[1] / "data" / "v41_tiny"
+KV_CACHE_GB = {"llama": 18.5 * 65_536 / 1e9, "deepseek_v41": 18.5 * 98_304 / 1e9}
+CREATE = {"llama": create_torch_engine, "deepseek_v41": create_deepseek_v41_engine}
 ON_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
@@ -53,16 +58,23 @@ def model_dir(tmp_path_factory):
 class Rank:
     """What a worker is made of, without its sockets."""
 
-    def __init__(self, engine: TorchEngine, fd: int, host_pages: int) -> None:
+    def __init__(self, engine: Engine, fd: int, host_pages: int) -> None:
         self.engine = engine
         layout = engine.info.layout
-        geometry = PoolGeometry(layout.fingerprint, layout.page_bytes, host_pages)
+        states = host_pages if layout.stored_state_bytes else 0
+        geometry = PoolGeometry(
+            layout.fingerprint, layout.page_bytes, host_pages, layout.stored_state_bytes, states
+        )
         self.pool = HostPool(fd, geometry, PLENTY)
         self.cache = PrefixCache(
-            self.pool, page_tokens=layout.page_tokens, replay_tokens=1, max_pending_bytes=PLENTY
+            self.pool,
+            page_tokens=layout.page_tokens,
+            replay_tokens=layout.replay_tokens,
+            max_pending_bytes=PLENTY,
         )
         self.transfers = PrefixTransfers(self.cache, self.pool, engine.cache_copies(self.pool))
-        self.scheduler = Scheduler(engine.info, 300, 1, PrefixReuse(self.cache, 0))
+        reuse = PrefixReuse(self.cache, layout.keep_tokens)
+        self.scheduler = Scheduler(engine.info, 300, 1, reuse)
         self.got: dict[RequestId, list[int]] = {}
         self.hit_tokens = 0
 
@@ -106,21 +118,22 @@ class Rank:
 def open_rank(model_dir) -> Iterator[Callable[..., Rank]]:
     with contextlib.ExitStack() as stack:
 
-        def open_it(accelerator: str, choice: str, host_pages: int) -> Rank:
+        def open_it(model: str, accelerator: str, choice: str, host_pages: int) -> Rank:
             if accelerator == "nvidia":
                 pytest.importorskip("cuda.core")
-            page_bytes = 2 * 2 * 2 * 16 * 4 * 128
             settings = EngineSettings(
-                model_dir=str(model_dir), accelerator=accelerator, device_index=0,
-                dtype="float32", load_format="auto", max_model_len=None, max_num_seqs=5,
-                kv_cache_gb=(DEVICE_PAGES + 0.5) * page_bytes / 1e9, gpu_memory_utilization=0.5,
-                max_batched_tokens=300, num_threads=1, report=lambda line: None,
+                model_dir=str(model_dir if model == "llama" else V41_TINY),
+                accelerator=accelerator, device_index=0, dtype="float32", load_format="auto",
+                max_model_len=1024, max_num_seqs=5, kv_cache_gb=KV_CACHE_GB[model],
+                gpu_memory_utilization=0.5, max_batched_tokens=300, num_threads=1,
+                report=lambda line: None, keep_tokens=24, stores_prefixes=True,
                 hicache_copy=choice,
             )  # fmt: skip
             fd = create_segment("test")
             stack.callback(os.close, fd)
-            rank = Rank(create_torch_engine(settings), fd, host_pages)
-            assert rank.engine.info.num_pages == DEVICE_PAGES
+            rank = Rank(CREATE[model](settings), fd, host_pages)
+            # Four conversations of up to nine pages want more.
+            assert 8 <= rank.engine.info.num_pages <= 20
             stack.callback(rank.close)
             return rank
 
@@ -136,11 +149,13 @@ def open_rank(model_dir) -> Iterator[Callable[..., Rank]]:
         pytest.param("nvidia", "kernel", marks=ON_GPU),
     ],
 )
+@pytest.mark.parametrize("model", ["llama", pytest.param("deepseek_v41", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("host_pages", [9, 60], ids=["evicting", "roomy"])
 def test_conversations_get_the_tokens_of_a_run_without_a_cache(
-    open_rank, accelerator, choice, host_pages
+    open_rank, model, accelerator, choice, host_pages
 ):
-    rank, draw = open_rank(accelerator, choice, host_pages), Random(11)
+    """With a state of sliding windows beside the pages, and without."""
+    rank, draw = open_rank(model, accelerator, choice, host_pages), Random(11)
     system = draw.choices(range(3, VOCAB), k=140)
     conversations = {f"c{n}": list(system) for n in range(4)}
     for turn in range(4):

@@ -96,7 +96,8 @@ class CompiledCopyKernel:
             )
             # torch uses the device's primary context, and so does this.
             core.Device(device.index or 0).set_current()
-            self._kernel = core.ObjectCode.from_cubin(cubin).get_kernel(KERNEL)
+            self._code = core.ObjectCode.from_cubin(cubin)  # the kernel lives as long as its code
+            self._kernel = self._code.get_kernel(KERNEL)
         except Exception as error:  # cuda-core's errors have no public type
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise CopyMethodMissing(

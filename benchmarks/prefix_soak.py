@@ -249,7 +249,7 @@ def main(
     *,
     turns: int | None = None,
     minutes: float | None = None,
-    every: float = 8.0,
+    every: float = 15.0,
     seed: int = 1,
     conversations: int = 40,
     clients: int = 8,

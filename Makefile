@@ -29,7 +29,7 @@ serve: $(STAMP)  ## Talk to a small chat model on http://127.0.0.1:8888 (more fl
 
 test: $(STAMP)  ## Run all checks and tests.
 	@$(MAKE) --no-print-directory lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 test-quick: $(STAMP)  ## Run the tests that take less than ten seconds each.
 	$(BIN)/python -m pytest -m 'not slow' $(ARGS)

@@ -32,6 +32,14 @@ STOP_SECONDS = 30.0
 HTTP_SECONDS = 60.0
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Instances run one test after the other, beside the tests that start none: mostly they wait."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here):
+            item.add_marker(pytest.mark.xdist_group("instances"))
+
+
 def eventually(check: Callable[[], object], seconds: float, what: str) -> object:
     """The first true answer of `check`; fails the test after `seconds`."""
     deadline = time.monotonic() + seconds

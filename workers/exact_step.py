@@ -61,7 +61,7 @@ class TiledLayers:
             # A few models compute the logits of every row.
             only_sampled = is_head and len(flat) == len(self._head_tiles)
             tiles = self._head_tiles if only_sampled else self._tiles
-            return map_rows(product, (flat,), tiles)[0].view(*x.shape[:-1], -1)
+            return map_rows(product, (flat,), tiles)[0].view(*x.shape[:-1], linear.out_features)
 
         linear.forward = forward  # type: ignore[method-assign,assignment]
 

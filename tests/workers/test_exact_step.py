@@ -93,6 +93,16 @@ def alone(engine: TorchEngine, tokens: list[int], output: int) -> list[tuple[int
     return run.seen
 
 
+def in_chunks(engine: TorchEngine, tokens: list[int], output: int) -> list[tuple[int, bytes]]:
+    """Most steps sample nothing."""
+    run = Run(engine)
+    for start in range(0, len(tokens), 45):
+        run.step(chunks=[run.chunk(0, tokens, start, start + 45)])
+    for _ in range(output):
+        run.step(decodes=[0])
+    return run.seen
+
+
 def in_company(engine: TorchEngine, tokens: list[int], output: int) -> list[tuple[int, bytes]]:
     run = Run(engine)
     run.step(chunks=[run.chunk(1, prompt(77), 0, 99), run.chunk(0, tokens, 0, 37)])
@@ -103,10 +113,12 @@ def in_company(engine: TorchEngine, tokens: list[int], output: int) -> list[tupl
     return run.seen
 
 
-def test_logprobs_are_equal_bit_by_bit_alone_and_in_company(checkpoint: Path) -> None:
+def test_logprobs_are_equal_bit_by_bit_alone_in_company_and_in_chunks(checkpoint: Path) -> None:
     engine = open_engine(checkpoint, deterministic=True)
     tokens = prompt(170)
-    assert alone(engine, tokens, 9) == in_company(engine, tokens, 9)
+    wanted = alone(engine, tokens, 9)
+    assert in_company(engine, tokens, 9) == wanted
+    assert in_chunks(engine, tokens, 9) == wanted
     engine.close()
 
 

@@ -12,6 +12,8 @@ from daemon.default_model import DefaultModelError, ensure_default_model
 
 # As the daemon starts its workers: threads of torch that wait must not spin. Before torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Tables are as wide as they need: pytest-xdist tells its workers of a terminal that they do not have.
+os.environ.pop("COLUMNS", None)
 # Tests never look a model up on the network; the default model comes through pip alone.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # A slow or busy machine is no failure.

@@ -359,8 +359,8 @@ def test_wrong_options_are_refused(cli):
         assert arguments[0] in result.stderr
 
 
-def test_config_show_tells_values_and_origins(cli, tmp_path):
-    file = tmp_path / "instance.toml"
+def test_config_show_tells_values_and_origins(cli, short_dir):
+    file = short_dir / "instance.toml"
     file.write_text('port = 7001\ndp = 2\nmodel = "from-file"\nmax_waiting = 9\n')
     result = cli(
         "config", "show", "--config", file, "--port", "7003",

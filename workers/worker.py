@@ -62,7 +62,7 @@ class WorkerTelemetry:
         self._device_bytes_due = 0.0
         if device_bytes is not None:
             self._device_memory = metrics.gauge("gpu_memory_bytes")
-        self._running_queue = metrics.queue("running sequences", info.max_num_seqs)
+        self._running_queue = metrics.queue("sequences with a slot", info.max_num_seqs)
         self._waiting_queue = metrics.queue("waiting sequences", 0)
         self._running = metrics.gauge("num_requests_running")
         self._waiting = metrics.gauge("num_requests_waiting")

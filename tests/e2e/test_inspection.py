@@ -167,7 +167,7 @@ def test_queues_of_all_roles_are_shown_with_the_most_they_held(server, inspect, 
         found = queues()
         wanted = [
             ("router", "prompts at tokenizer/0"), ("router", "choices at worker/0"),
-            ("worker/0", "running sequences"), ("frontend/0", "unread stream bytes"),
+            ("worker/0", "sequences with a slot"), ("frontend/0", "unread stream bytes"),
         ]  # fmt: skip
         assert ("worker/0", "waiting sequences") in found
         busy = [key for key in wanted[:3] if found[key]["high_water"] < 1]

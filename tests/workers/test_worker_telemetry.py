@@ -24,7 +24,7 @@ def test_without_a_gpu_no_gpu_memory_is_told():
     WorkerTelemetry(metrics, info).update(Scheduler(info, 128, 4))
     assert "gpu_memory_bytes" not in metrics.read_gauges()
     assert {(q.name, q.depth, q.capacity) for q in metrics.read_queues()} == {
-        ("running sequences", 0, 4), ("waiting sequences", 0, 0),
+        ("sequences with a slot", 0, 4), ("waiting sequences", 0, 0),
     }  # fmt: skip
 
 

@@ -98,8 +98,10 @@ class PrefixReuse:
         return self._keys(sequence, sequence.num_tokens)
 
     def _keys(self, sequence: Sequence, end: int) -> PromptKeys:
-        """Keys of the first `end` tokens, kept with the sequence while it waits."""
-        if end not in sequence.prefix_keys:
-            tokens = sequence.token_slice(0, end)
-            sequence.prefix_keys[end] = self._cache.keys(tokens, sequence.cache_salt)
-        return sequence.prefix_keys[end]
+        """Keys of the first `end` tokens; all are hashed once, while the sequence waits."""
+        if sequence.prefix_keys is None:
+            tokens = sequence.token_slice(0, sequence.num_tokens)
+            sequence.prefix_keys = self._cache.keys(tokens, sequence.cache_salt)
+        if end == sequence.num_tokens:
+            return sequence.prefix_keys
+        return PromptKeys(end, sequence.prefix_keys.keys[: end // self._cache.page_tokens])

@@ -309,7 +309,7 @@ class Scheduler:
             store = self._prefixes.begin_checkpoint_store(sequence)
         else:
             store = self._prefixes.begin_store(sequence)
-            sequence.prefix_keys.clear()
+            sequence.prefix_keys = None
         if store is not None:
             assert sequence.slot is not None
             batch.stores.append(PrefixStore(sequence.slot, tuple(sequence.pages), *store))
@@ -454,7 +454,7 @@ class Scheduler:
             sequence.slot = None
         sequence.num_computed = sequence.in_flight = 0
         sequence.begun = False
-        sequence.prefix_keys.clear()
+        sequence.prefix_keys = None
         if self._prefixes is not None:
             self._prefixes.drop(sequence)
         sequence.epoch += 1

@@ -70,8 +70,8 @@ class Sequence:
     here and only lacked a state. 0: nowhere."""
     announcement: Announcement | None = None
     """To the prefix cache, while its prompt is being computed."""
-    prefix_keys: dict[int, PromptKeys] = field(default_factory=dict)
-    """By number of tokens; dropped when the prompt is computed."""
+    prefix_keys: PromptKeys | None = None
+    """Of all its tokens; dropped when the prompt is computed."""
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     stop_tokens: frozenset[int] = frozenset()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 
+from benchmarks.process_session import session_members
 from daemon.inspection_client import InspectionClient
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -45,19 +43,13 @@ def left_after_end(
         new_segments = set(SHARED_MEMORY.iterdir()) - shared_before
         ours = [s for s in new_segments if any(str(pid) in s.name for pid in pids)]
         found = {
-            "processes": sum(_is_ours(process, session) for process in psutil.process_iter()),
+            "processes": len(session_members(session)),
             "files": len(list(run_dir.rglob("*"))) + run_dir.exists(),
             "shared memory segments": len(ours),
         }
         return {name: value for name, value in found.items() if value}
 
     return _settled(look, 2.0)
-
-
-def _is_ours(process: psutil.Process, session: int) -> bool:
-    with contextlib.suppress(psutil.Error, ProcessLookupError):
-        return os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def _settled(look: Callable[[], dict[str, int]], seconds: float) -> dict[str, int]:

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.process_session import session_members
 from benchmarks.tiny_model import make_tiny_model
 from daemon.errors import DeepInferError
 from daemon.inspection_client import InspectionClient
@@ -75,16 +75,6 @@ def flags(options: Mapping[str, object]) -> list[str]:
         words.append("--" + name.replace("_", "-"))
         words += [] if value is True else [str(value)]
     return words
-
-
-def session_members(leader: int) -> dict[int, str]:
-    """Living processes of a session, with their command lines."""
-    found = {}
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
-                found[process.pid] = " ".join(process.cmdline())
-    return found
 
 
 @dataclass

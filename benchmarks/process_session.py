@@ -8,7 +8,11 @@ import psutil
 
 
 def session_members(leader: int) -> dict[int, str]:
-    """Living processes of the session of `leader`, with their command lines ("" once the first thread has ended)."""
+    """Living processes of the session of `leader`, with their command lines.
+
+    A killed process is a zombie as soon as its first thread has ended, even if others still live; then its
+    ports and files live too, and it counts, with "" for its command line.
+    """
     found = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -17,11 +21,6 @@ def session_members(leader: int) -> dict[int, str]:
             try:
                 found[process.pid] = " ".join(process.cmdline())
             except psutil.ZombieProcess:
-                if _threads(process) > 1:
+                if len(list(Path(f"/proc/{process.pid}/task").iterdir())) > 1:
                     found[process.pid] = ""
     return found
-
-
-def _threads(process: psutil.Process) -> int:
-    """A killed process becomes a zombie when its first thread ends; the others still hold its ports and files."""
-    return len(list(Path(f"/proc/{process.pid}/task").iterdir()))

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from workers.engine import ModelLoadError
 from workers.models.deepseek_v41.checkpoint import open_checkpoint
 from workers.models.deepseek_v41.config_file import read_config
 from workers.models.deepseek_v41.engram_table import (
@@ -93,25 +92,6 @@ def test_mapping_is_silent_and_needs_no_memory_of_its_own():
 def test_a_row_outside_of_the_table_is_an_error(quantised_table, bad):
     with pytest.raises(IndexError):
         quantised_table.lookup(torch.tensor([[bad]]))
-
-
-def test_the_page_cache_is_filled_once_and_completely():
-    table = table_of(QUANTISED)
-    seen: list[tuple[int, int]] = []
-    table.load_into_page_cache(lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (606 * 33, 606 * 33)
-    table.close()
-
-
-def test_a_file_that_shrinks_while_it_is_read_is_told(tmp_path):
-    data = (QUANTISED / "model.safetensors").read_bytes()
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(data)
-    table = open_engram_table(open_checkpoint(tmp_path, read_config(QUANTISED)), 1)
-    os.truncate(file, 100_000)
-    with pytest.raises(ModelLoadError, match="shorter"):
-        table.load_into_page_cache()
-    table.close()
 
 
 class Advice:

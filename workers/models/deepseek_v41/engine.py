@@ -25,8 +25,10 @@ from workers.models.deepseek_v41.engram_table import (
     DummyEngramTable,
     EngramTable,
     open_engram_table,
+    stored_tensors,
 )
 from workers.models.deepseek_v41.engram_token_map import load_token_map
+from workers.models.deepseek_v41.engram_warmup import EngramWarmup
 from workers.models.deepseek_v41.load_progress import load_progress
 from workers.models.deepseek_v41.model import DeepseekV41
 from workers.models.deepseek_v41.serving_caches import ServingCaches
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from workers.engine_settings import EngineSettings
     from workers.models.deepseek_v41.checkpoint import WeightSource
     from workers.models.deepseek_v41.config import ModelConfig
+    from workers.models.deepseek_v41.safetensors_header import StoredTensor
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +64,7 @@ class _Parts:
     layout: ServingLayout
     hashing: EngramHash | None
     tables: Mapping[int, EngramTable]
+    warmup: EngramWarmup | None
     dtype: torch.dtype
     device: torch.device
 
@@ -73,7 +77,12 @@ class _Parts:
         engram = None
         if self.hashing is not None:
             engram = EngramLookup(
-                self.hashing, self.tables, info.max_num_seqs, self.dtype, self.device
+                self.hashing,
+                self.tables,
+                info.max_num_seqs,
+                self.dtype,
+                self.device,
+                self.warmup,
             )
         return DeepseekV41Engine(
             self.model,
@@ -164,6 +173,7 @@ def _load(
     token_map = load_token_map(model_dir, config) if config.engram_layer_ids else None
     source: WeightSource
     tables: dict[int, EngramTable]
+    table_tensors: list[StoredTensor] = []
     if settings.load_format == "dummy":
         source = DummyWeights(config, device)
         tables = {layer: DummyEngramTable(config, layer) for layer in config.engram_layer_ids}
@@ -172,6 +182,7 @@ def _load(
         checkpoint = open_checkpoint(model_dir, config)
         source = checkpoint
         tables = {layer: open_engram_table(checkpoint, layer) for layer in config.engram_layer_ids}
+        table_tensors = stored_tensors(checkpoint, config.engram_layer_ids)
         identity = weights_identity(model_dir)
     model = DeepseekV41(config, dtype, device)
     with load_progress("loading weights", settings.report) as progress:
@@ -184,6 +195,8 @@ def _load(
         ),
         hashing=None if token_map is None else EngramHash(config, token_map),
         tables=tables,
+        # After the weights: both come from the same disk.
+        warmup=EngramWarmup(table_tensors) if table_tensors else None,
         dtype=dtype,
         device=device,
     )

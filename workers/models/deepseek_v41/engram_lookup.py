@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from workers.engine import TokenArray
     from workers.models.deepseek_v41.engram_hash import EngramHash
     from workers.models.deepseek_v41.engram_table import EngramTable
+    from workers.models.deepseek_v41.engram_warmup import EngramWarmup
 
 
 class EngramLookup:
@@ -32,7 +33,10 @@ class EngramLookup:
         max_num_seqs: int,
         dtype: torch.dtype,
         device: torch.device,
+        warmup: EngramWarmup | None = None,
     ) -> None:
+        """`warmup` reads the tables meanwhile; None: nobody does. Both are closed with this object."""
+        self._warmup = warmup
         self._hash = hashing
         self._tables = tables
         self._dtype = dtype
@@ -81,6 +85,8 @@ class EngramLookup:
 
     def close(self) -> None:
         """Let go of the tables."""
+        if self._warmup is not None:
+            self._warmup.close()
         for table in self._tables.values():
             table.close()
 

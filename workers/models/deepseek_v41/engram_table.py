@@ -22,7 +22,7 @@ from workers.models.deepseek_v41.formats import dequantize_rows
 from workers.models.deepseek_v41.tensor_table import scale_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
     from workers.models.deepseek_v41.checkpoint import Checkpoint
     from workers.models.deepseek_v41.config import ModelConfig
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 _FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PREFETCH_QUEUE: Final = 8
-_READ_BYTES: Final = 16 * 1024 * 1024
 
 
 class EngramTable(Protocol):
@@ -68,18 +67,28 @@ def open_engram_table(checkpoint: Checkpoint, layer: int) -> MappedEngramTable:
     Raises:
         ModelLoadError: its file cannot be mapped.
     """
-    name = f"layers.{layer}.engram.embed.weight"
-    return MappedEngramTable(checkpoint.tensors[name], checkpoint.tensors.get(scale_name(name)))
+    return MappedEngramTable(*stored_tensors(checkpoint, [layer]))
+
+
+def stored_tensors(checkpoint: Checkpoint, layers: Sequence[int]) -> list[StoredTensor]:
+    """Where the tables of `layers` lie: of each the rows, and their scales if they are quantised."""
+    found = []
+    for layer in layers:
+        name = f"layers.{layer}.engram.embed.weight"
+        found.append(checkpoint.tensors[name])
+        if scale_name(name) in checkpoint.tensors:
+            found.append(checkpoint.tensors[scale_name(name)])
+    return found
 
 
 class MappedEngramTable:
     """An `EngramTable` in a safetensors file: FP8 rows with scales, or rows of plain floats.
 
-    `lookup` waits for the disk where a row is not in the page cache: see `load_into_page_cache`.
+    `lookup` waits for the disk where a row is not in the page cache yet; `EngramWarmup` reads them in.
     One thread at a time.
     """
 
-    def __init__(self, rows: StoredTensor, scales: StoredTensor | None) -> None:
+    def __init__(self, rows: StoredTensor, scales: StoredTensor | None = None) -> None:
         self._float_dtype = None if scales is not None else _FLOATS[rows.dtype]
         self._parts = [_MappedRows(part) for part in (rows, scales) if part is not None]
         self._prefetcher: _Prefetcher | None = None
@@ -106,23 +115,6 @@ class MappedEngramTable:
         if self._prefetcher is None:
             self._prefetcher = _Prefetcher(self._parts)
         self._prefetcher.hint(row_ids.reshape(-1).to("cpu", torch.int64).numpy())
-
-    def load_into_page_cache(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Read the whole table once, so that look-ups need no disk while memory suffices.
-
-        Args:
-            progress: called with the bytes done and the bytes in all.
-
-        Raises:
-            ModelLoadError: the file cannot be read.
-        """
-        total = sum(part.size for part in self._parts)
-        done = 0
-        for part in self._parts:
-            for position in range(0, part.size, _READ_BYTES):
-                done += part.read_through(position, min(_READ_BYTES, part.size - position))
-                if progress is not None:
-                    progress(done, total)
 
     def close(self) -> None:
         """See `EngramTable`."""
@@ -185,16 +177,6 @@ class _MappedRows:
                 return
             # Unlike madvise, this lets other Python threads run.
             os.posix_fadvise(self._fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
-
-    def read_through(self, position: int, length: int) -> int:
-        """Read `length` bytes from `position` and forget them."""
-        try:
-            read = len(os.pread(self._fd, length, self._offset + position))
-        except OSError as error:
-            raise ModelLoadError(f"{self._file} cannot be read: {error}.") from error
-        if read < length:
-            raise ModelLoadError(f"{self._file} became shorter while it was read.")
-        return read
 
     def close(self) -> None:
         """Unmap; only once."""

@@ -12,9 +12,10 @@ from typing import Final
 
 from daemon.config import InstanceConfig
 from daemon.errors import ConfigurationError, DeepInferError
-from daemon.memory_check import GIB, available_bytes
+from daemon.memory_check import GIB
 from hicache.errors import HostPoolError
 from hicache.segment import create_segment
+from workers.host_memory import available_host_memory
 
 GPU_POOL_GIB: Final = 32.0
 CPU_POOL_GIB: Final = 0.5
@@ -34,7 +35,7 @@ def pool_bytes(config: InstanceConfig, accelerator: str) -> int:
     if config.engine == "fake":
         return 0
     wanted = GPU_POOL_GIB if accelerator == "nvidia" else CPU_POOL_GIB
-    share = available_bytes() * POOL_SHARE[accelerator] / config.dp / GIB
+    share = available_host_memory() * POOL_SHARE[accelerator] / config.dp / GIB
     size = min(wanted, share)
     return round(size * GIB) if size >= SMALLEST_POOL_GIB else 0
 
@@ -49,7 +50,7 @@ def check_pools(config: InstanceConfig) -> None:
     """
     if not config.hicache_size_gb:
         return
-    wanted, found = config.dp * config.hicache_size_gb, available_bytes() / GIB
+    wanted, found = config.dp * config.hicache_size_gb, available_host_memory() / GIB
     if wanted > found:
         workers = f" for {config.dp} workers" if config.dp > 1 else ""
         raise ConfigurationError(

@@ -1,25 +1,63 @@
-"""How much memory this process may still take."""
+"""How much memory can still be had on this machine."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import psutil
 
+CGROUPS: Final = Path("/sys/fs/cgroup")
+OWN_CGROUPS: Final = Path("/proc/self/cgroup")
+
 
 def available_host_memory() -> int:
-    """Bytes that this process may still take: free memory, or less where a cgroup limits it."""
-    free = int(psutil.virtual_memory().available)
-    limit = _read_number(Path("/sys/fs/cgroup/memory.max"))
-    used = _read_number(Path("/sys/fs/cgroup/memory.current"))
-    if limit is None or used is None:
-        return free
-    return min(free, max(0, limit - used))
+    """Memory that can be had without swapping, in bytes: the machine's, or less by a cgroup's limit."""
+    return min([psutil.virtual_memory().available, *_left_in_cgroups()])
 
 
-def _read_number(path: Path) -> int | None:
+def _left_in_cgroups() -> Iterator[int]:
+    """Under each limit that holds for this process: its own cgroup's and those of its parents."""
+    for folder, limit_name, usage_name in _memory_cgroups():
+        for place in (folder, *folder.parents):
+            if not place.is_relative_to(CGROUPS):
+                break
+            limit, used = _number(place / limit_name), _number(place / usage_name)
+            if limit is not None and used is not None:
+                yield max(limit - used + _file_cache(place), 0)
+
+
+def _memory_cgroups() -> list[tuple[Path, str, str]]:
+    """Our folders in the unified and in the old hierarchy, with the names of limit and usage."""
     try:
-        text = path.read_text().strip()
+        lines = OWN_CGROUPS.read_text().splitlines()
     except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            found.append((CGROUPS / path.lstrip("/"), "memory.max", "memory.current"))
+        elif "memory" in controllers.split(","):
+            folder = CGROUPS / "memory" / path.lstrip("/")
+            found.append((folder, "memory.limit_in_bytes", "memory.usage_in_bytes"))
+    return found
+
+
+def _number(path: Path) -> int | None:
+    """None: no such file, or no limit."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
         return None
-    return int(text) if text.isdigit() else None
+
+
+def _file_cache(folder: Path) -> int:
+    """Bytes that count as used but are given back when needed."""
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    values = dict(line.split(" ", 1) for line in lines if " " in line)
+    return sum(int(values.get(name, 0)) for name in ("active_file", "inactive_file"))

@@ -17,7 +17,7 @@ def memory(monkeypatch: pytest.MonkeyPatch):
     """memory(GiB): what is available."""
 
     def available(gib: float) -> None:
-        monkeypatch.setattr(host_pools, "available_bytes", lambda: round(gib * GIB))
+        monkeypatch.setattr(host_pools, "available_host_memory", lambda: round(gib * GIB))
 
     return available
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from daemon import memory_check
 from daemon.config import InstanceConfig
 from daemon.errors import ConfigurationError
-from daemon.memory_check import available_bytes, check_memory, weight_bytes
+from daemon.memory_check import check_memory, weight_bytes
+from workers import host_memory
 
 GIB = 1 << 30
 
@@ -27,14 +27,14 @@ def memory(monkeypatch, tmp_path):
         monkeypatch.setattr(
             psutil, "virtual_memory", lambda: SimpleNamespace(available=available)
         )  # fmt: skip
-        monkeypatch.setattr(memory_check, "OWN_CGROUPS", tmp_path / "none")
+        monkeypatch.setattr(host_memory, "OWN_CGROUPS", tmp_path / "none")
 
     return have
 
 
-def sparse_weights(path, size: int, dtype: str = "BF16") -> None:
+def sparse_weights(path, size: int, dtype: str = "BF16", name: str = "w") -> None:
     """A file whose header promises one tensor, and which has its size without its blocks."""
-    header = json.dumps({"w": {"dtype": dtype, "shape": [1], "data_offsets": [0, size]}}).encode()
+    header = json.dumps({name: {"dtype": dtype, "shape": [1], "data_offsets": [0, size]}}).encode()
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
         file.truncate(8 + len(header) + size)
@@ -76,23 +76,10 @@ def test_all_files_of_all_workers_must_fit(tmp_path, memory):
         check_memory(InstanceConfig(dp=3), "cpu", tmp_path)
 
 
-@pytest.mark.parametrize("unified", [True, False])
-def test_the_tightest_cgroup_counts(tmp_path, memory, monkeypatch, unified):
-    memory(8 * GIB)
-    assert available_bytes() == 8 * GIB
-    line, root = ("0::/a/b", tmp_path) if unified else ("4:memory:/a/b", tmp_path / "memory")
-    limit, usage = (
-        ("memory.max", "memory.current")
-        if unified
-        else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    )
-    (root / "a" / "b").mkdir(parents=True)
-    (root / "a" / "b" / limit).write_text("max\n" if unified else f"{1 << 62}\n")
-    (root / "a" / "b" / usage).write_text("5\n")
-    (root / "a" / limit).write_text(f"{3 * GIB}\n")
-    (root / "a" / usage).write_text(f"{2 * GIB}\n")
-    (root / "a" / "memory.stat").write_text(f"anon 7\ninactive_file {GIB}\nactive_file 0\n")
-    (tmp_path / "own").write_text(f"1:name=systemd:/\n{line}\n")
-    monkeypatch.setattr(memory_check, "CGROUPS", tmp_path)
-    monkeypatch.setattr(memory_check, "OWN_CGROUPS", tmp_path / "own")
-    assert available_bytes() == 2 * GIB
+def test_tables_that_stay_in_their_file_need_no_memory(tmp_path, memory):
+    sparse_weights(tmp_path / "a.safetensors", GIB)
+    for part, dtype in (("weight", "F8_E4M3"), ("scale", "F8_E8M0")):
+        file = tmp_path / f"{part}.safetensors"
+        sparse_weights(file, 100 * GIB, dtype, f"layers.1.engram.embed.{part}")
+    memory(3 * GIB)
+    check_memory(InstanceConfig(), "cpu", tmp_path)

@@ -1,0 +1,34 @@
+"""What may still be taken of a machine's memory."""
+
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from workers import host_memory
+from workers.host_memory import available_host_memory
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize("unified", [True, False])
+def test_the_tightest_cgroup_counts_and_file_cache_is_free(tmp_path, monkeypatch, unified):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * GIB))
+    monkeypatch.setattr(host_memory, "OWN_CGROUPS", tmp_path / "none")
+    assert available_host_memory() == 8 * GIB
+    line, root = ("0::/a/b", tmp_path) if unified else ("4:memory:/a/b", tmp_path / "memory")
+    limit, usage = (
+        ("memory.max", "memory.current")
+        if unified
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    )
+    (root / "a" / "b").mkdir(parents=True)
+    (root / "a" / "b" / limit).write_text("max\n" if unified else f"{1 << 62}\n")
+    (root / "a" / "b" / usage).write_text("5\n")
+    (root / "a" / limit).write_text(f"{3 * GIB}\n")
+    (root / "a" / usage).write_text(f"{2 * GIB}\n")
+    (root / "a" / "memory.stat").write_text(f"anon 7\ninactive_file {GIB}\nactive_file 0\n")
+    (tmp_path / "own").write_text(f"1:name=systemd:/\n{line}\n")
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path)
+    monkeypatch.setattr(host_memory, "OWN_CGROUPS", tmp_path / "own")
+    assert available_host_memory() == 2 * GIB

@@ -3,7 +3,6 @@ bytes and the SMs stay free."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from types import ModuleType
 
@@ -13,6 +12,8 @@ from hicache.cuda_copy_method import (
     Direction,
     PoolPair,
     address_runs,
+    first_line,
+    import_package,
 )
 from hicache.errors import HostPoolError
 from hicache.runs import RowRuns
@@ -28,11 +29,7 @@ def find_batch_call() -> BatchCall:
     Raises:
         CopyMethodMissing: the package is missing or too old.
     """
-    try:
-        runtime = importlib.import_module("cuda.bindings.runtime")
-    except ImportError as error:
-        raise CopyMethodMissing("the package cuda-bindings is missing") from error
-    return bind_batch_call(runtime)
+    return bind_batch_call(import_package("cuda.bindings.runtime", "cuda-bindings"))
 
 
 def bind_batch_call(runtime: ModuleType) -> BatchCall:
@@ -72,7 +69,12 @@ def try_batch_call(call: BatchCall, scratch: int, stream: CudaStream) -> None:
     Raises:
         CopyMethodMissing: it does not.
     """
-    refusal = call([scratch + 16], [scratch], [16], stream.cuda_stream)
+    try:
+        refusal = call([scratch + 16], [scratch], [16], stream.cuda_stream)
+    except Exception as error:  # the bindings do not take these arguments, or find no driver
+        raise CopyMethodMissing(
+            f"cuda-bindings cannot call cudaMemcpyBatchAsync ({first_line(error)})"
+        ) from error
     if refusal:
         raise CopyMethodMissing(f"the driver refuses cudaMemcpyBatchAsync ({refusal})")
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 from importlib.resources import files
 from types import ModuleType
 from typing import Final
 
 import torch
 
-from hicache.cuda_copy_method import CopyMethodMissing, CudaStream
+from hicache.cuda_copy_method import (
+    CopyMethodMissing,
+    CudaStream,
+    first_line,
+    import_package,
+)
 from hicache.cuda_kernel_cache import cached_cubin, kernel_folder
 from hicache.cuda_kernel_copy import BLOCKS, THREADS, KernelArguments, PairArray
 
@@ -37,7 +41,7 @@ def compile_kernel(core: ModuleType, source: str, architecture: str) -> bytes:
 
 def compiler_version() -> str:
     """What `compile_kernel` uses."""
-    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+    nvrtc = import_package("cuda.bindings.nvrtc", "cuda-bindings")
     _, major, minor = nvrtc.nvrtcVersion()
     return f"nvrtc {major}.{minor}"
 
@@ -46,16 +50,18 @@ def find_core() -> ModuleType:
     """`cuda.core`.
 
     Raises:
-        CopyMethodMissing: it is not installed.
+        CopyMethodMissing: it is not installed, or does not fit this machine.
     """
+    missing = CopyMethodMissing("the package cuda-core is missing")
     for name in _MODULES:
         try:
-            core = importlib.import_module(name)
-        except ImportError:
+            core = import_package(name, "cuda-core")
+        except CopyMethodMissing as error:
+            missing = error
             continue
         if hasattr(core, "Program"):
             return core
-    raise CopyMethodMissing("the package cuda-core is missing")
+    raise missing
 
 
 def address_on_device(host: int) -> int:
@@ -64,10 +70,7 @@ def address_on_device(host: int) -> int:
     Raises:
         CopyMethodMissing: it has none.
     """
-    try:
-        driver = importlib.import_module("cuda.bindings.driver")
-    except ImportError as error:
-        raise CopyMethodMissing("the package cuda-bindings is missing") from error
+    driver = import_package("cuda.bindings.driver", "cuda-bindings")
     status, address = driver.cuMemHostGetDevicePointer(host, 0)
     if int(status) != 0:
         raise CopyMethodMissing(f"the GPU does not see page-locked memory ({status.name})")
@@ -98,14 +101,13 @@ class CompiledCopyKernel:
             core.Device(device.index or 0).set_current()
             self._code = core.ObjectCode.from_cubin(cubin)  # the kernel lives as long as its code
             self._kernel = self._code.get_kernel(KERNEL)
+            self._config = core.LaunchConfig(grid=BLOCKS, block=THREADS)
         except Exception as error:  # cuda-core's errors have no public type
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise CopyMethodMissing(
-                f"the copy kernel cannot be compiled or loaded ({reason})"
+                f"the copy kernel cannot be compiled or loaded ({first_line(error)})"
             ) from error
         self._core = core
         self._device = device
-        self._config = core.LaunchConfig(grid=BLOCKS, block=THREADS)
 
     def launch(self, arguments: KernelArguments, pairs: PairArray, stream: CudaStream) -> None:
         """See `CopyKernel`."""

@@ -6,7 +6,9 @@ steps can be tested without a GPU.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -23,6 +25,27 @@ AddressArray = npt.NDArray[np.int64]
 
 class CopyMethodMissing(HostPoolError):
     """This machine cannot copy this way; the message says what is missing, without a full stop."""
+
+
+def import_package(module: str, package: str) -> ModuleType:
+    """A module of an optional package.
+
+    Raises:
+        CopyMethodMissing: the package is not installed, or does not fit this machine.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise CopyMethodMissing(f"the package {package} is missing") from error
+    except Exception as error:  # a package for another CUDA raises whatever its modules do
+        raise CopyMethodMissing(
+            f"the package {package} cannot be imported ({first_line(error)})"
+        ) from error
+
+
+def first_line(error: Exception) -> str:
+    """What `error` says, in one line."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class CudaEvent(Protocol):

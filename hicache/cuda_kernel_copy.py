@@ -13,6 +13,7 @@ from hicache.cuda_copy_method import (
     CudaStream,
     Direction,
     PoolPair,
+    first_line,
     single_rows,
 )
 from hicache.runs import RowRuns
@@ -47,6 +48,27 @@ class CopyKernel(Protocol):
         """Put it into `stream`, for the row pairs int32 [rows,2] (target, source), which lie on the
         host and may change as soon as this returns."""
         ...
+
+
+def try_copy_kernel(kernel: CopyKernel, scratch: int, stream: CudaStream) -> None:
+    """Copy 16 bytes within the device, to find out whether the kernel can be launched.
+
+    Args:
+        kernel: on the device.
+        scratch: address of 32 bytes on the device that nobody uses, a multiple of 16.
+        stream: any.
+
+    Raises:
+        CopyMethodMissing: it cannot.
+    """
+    row = VECTOR_BYTES
+    arguments = KernelArguments(scratch + row, row, scratch, row, row, row, pieces=1)
+    try:
+        kernel.launch(arguments, np.zeros((1, 2), np.int32), stream)
+    except Exception as error:  # cuda-core's errors have no public type
+        raise CopyMethodMissing(
+            f"the copy kernel cannot be launched ({first_line(error)})"
+        ) from error
 
 
 class KernelCopy:

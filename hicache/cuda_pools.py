@@ -18,7 +18,7 @@ from hicache.cuda_copy_method import (
     Direction,
     PoolPair,
 )
-from hicache.cuda_kernel_copy import KernelCopy
+from hicache.cuda_kernel_copy import KernelCopy, try_copy_kernel
 from hicache.cuda_row_copy import CopyStreams, CudaRowCopier, MethodChoice
 from hicache.errors import HostPoolError
 from hicache.host_pool import HostPool, RowArray
@@ -98,7 +98,7 @@ def open_cuda_row_copier(
     )
     openers: dict[CopyChoice, Callable[[], CopyMethod]] = {
         "batch": lambda: _open_batch(pools, device, streams.up),
-        "kernel": lambda: _open_kernel(pools, device),
+        "kernel": lambda: _open_kernel(pools, device, streams.up),
     }
     single = SingleCopies(device_rows, host_rows)
     return CudaRowCopier(choose_methods(choice, openers, single, pools.row_bytes), streams)
@@ -153,18 +153,37 @@ def choose_methods(
 
 def _open_batch(pools: PoolPair, device: torch.device, stream: CudaStream) -> CopyMethod:
     call = find_batch_call()
-    scratch = torch.zeros(32, dtype=torch.uint8, device=device)
-    torch.cuda.synchronize(device)
-    try_batch_call(call, scratch.data_ptr(), stream)
-    torch.cuda.synchronize(device)  # before the memory is given back
+    check_copy(device, lambda scratch: try_batch_call(call, scratch, stream))
     return BatchCopy(pools, call)
 
 
-def _open_kernel(pools: PoolPair, device: torch.device) -> CopyMethod:
+def _open_kernel(pools: PoolPair, device: torch.device, stream: CudaStream) -> CopyMethod:
     on_device = PoolPair(
         pools.device, pools.device_pitch, address_on_device(pools.host), pools.row_bytes
     )
-    return KernelCopy(on_device, CompiledCopyKernel(device))
+    kernel = CompiledCopyKernel(device)
+    copy = KernelCopy(on_device, kernel)
+    check_copy(device, lambda scratch: try_copy_kernel(kernel, scratch, stream))
+    return copy
+
+
+def check_copy(device: torch.device, attempt: Callable[[int], None]) -> None:
+    """Make a copy within the device before the first page travels, so that a way that this machine's
+    packages do not have ends the start, or is left out of `auto`, and not a step under load.
+
+    Args:
+        device: the GPU.
+        attempt: starts a copy of the 16 bytes at an address to the 16 bytes behind them.
+
+    Raises:
+        CopyMethodMissing: it cannot be started, or copies something else.
+    """
+    scratch = torch.arange(32, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize(device)
+    attempt(scratch.data_ptr())
+    torch.cuda.synchronize(device)  # also before the memory is given back
+    if scratch.tolist() != 2 * list(range(16)):
+        raise CopyMethodMissing("a copy within the GPU brought other bytes than it should")
 
 
 def _as_stream(stream: torch.cuda.Stream) -> CudaStream:

@@ -78,6 +78,16 @@ def test_a_driver_without_the_call_is_found_out_by_a_copy_within_the_device():
     try_batch_call(bind_batch_call(Runtime(Status.cudaSuccess)), 4096, STREAM)
 
 
+def test_bindings_that_take_other_arguments_are_found_out_by_it_too():
+    """And those that find no driver: a start must not end with an exception of theirs."""
+
+    def call(*_arguments: object) -> str:
+        raise TypeError("takes 9 positional arguments\nbut 8 were given")
+
+    with pytest.raises(CopyMethodMissing, match=r"\(takes 9 positional arguments\)$"):
+        try_batch_call(call, 4096, STREAM)
+
+
 def test_bindings_without_the_call_are_too_old():
     with pytest.raises(CopyMethodMissing, match=r"12\.8"):
         bind_batch_call(SimpleNamespace())

@@ -20,9 +20,9 @@ from hicache.cuda_copy_kernel import (
     find_core,
     kernel_source,
 )
-from hicache.cuda_copy_method import CopyMethodMissing, PoolPair
+from hicache.cuda_copy_method import CopyMethodMissing, PoolPair, import_package
 from hicache.cuda_kernel_cache import cached_cubin, kernel_folder
-from hicache.cuda_kernel_copy import MAX_PIECE_BYTES, KernelCopy, cut_row
+from hicache.cuda_kernel_copy import MAX_PIECE_BYTES, KernelCopy, cut_row, try_copy_kernel
 from hicache.runs import merge_runs
 
 NUM_ARGUMENTS = 9
@@ -132,6 +132,38 @@ def test_rows_off_the_vectors_are_refused(place):
     pools[place] += 8
     with pytest.raises(CopyMethodMissing, match="16-byte vectors"):
         KernelCopy(PoolPair(*pools), CpuKernel(print, 1, 1))
+
+
+def test_the_trial_copies_sixteen_bytes_to_those_behind_them(on_cpu):
+    memory = aligned((2, 16))
+    memory[:] = np.arange(32).reshape(2, 16)
+    try_copy_kernel(CpuKernel(on_cpu, 16, 512), memory.ctypes.data, None)
+    assert memory.ravel().tolist() == 2 * list(range(16))
+
+
+def test_a_kernel_that_cannot_be_launched_is_found_out_by_it():
+    class Kernel:
+        def launch(self, arguments, pairs, stream) -> None:
+            raise ValueError("no such launch\nsee the manual")
+
+    with pytest.raises(CopyMethodMissing, match=r"\(no such launch\)$"):
+        try_copy_kernel(Kernel(), 4096, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("ModuleNotFoundError('No module named x')", "the package cuda-x is missing"),
+        ("ImportError('needs CUDA 13')", r"cuda-x cannot be imported \(needs CUDA 13\)"),
+        ("RuntimeError('no libcuda.so.1')", r"cuda-x cannot be imported \(no libcuda.so.1\)"),
+        ("AttributeError()", r"cuda-x cannot be imported \(AttributeError\)"),
+    ],
+)
+def test_a_package_that_does_not_fit_is_as_good_as_none(tmp_path, monkeypatch, error, words):
+    (tmp_path / "does_not_fit.py").write_text(f"raise {error}")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(CopyMethodMissing, match=words):
+        import_package("does_not_fit", "cuda-x")
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])

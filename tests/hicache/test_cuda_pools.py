@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
+import torch
 
 from hicache.cuda_copy_method import CopyMethodMissing
-from hicache.cuda_pools import choose_methods
+from hicache.cuda_pools import check_copy, choose_methods
 from hicache.errors import HostPoolError
 
 SINGLE, BATCH, KERNEL = object(), object(), object()
@@ -48,3 +51,17 @@ def test_a_way_that_is_asked_for_is_used_for_all_runs_or_refused(choice, method)
     assert methods.long_runs is methods.short_runs is method
     with pytest.raises(HostPoolError, match=f"--hicache-copy {choice} .*'gpu'"):
         choose_methods(choice, openers(choice), SINGLE, 4096)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 15, 16])
+def test_a_trial_copy_is_believed_by_its_bytes(monkeypatch, num_bytes):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+    def attempt(scratch: int) -> None:
+        ctypes.memmove(scratch + 16, scratch, num_bytes)
+
+    if num_bytes == 16:
+        check_copy(torch.device("cpu"), attempt)
+    else:
+        with pytest.raises(CopyMethodMissing, match="other bytes"):
+            check_copy(torch.device("cpu"), attempt)

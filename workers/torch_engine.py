@@ -246,6 +246,7 @@ def create_torch_engine(settings: EngineSettings) -> TorchEngine:
     offline_environment()
     model_dir = Path(settings.model_dir)
     device = open_device(settings.accelerator, settings.device_index, settings.num_threads)
+    leave_out_cudnn_attention()
     loaded = load_config(model_dir, settings.hf_overrides)
     dtype = settings.dtype
     if dtype == "auto":
@@ -280,6 +281,15 @@ def create_torch_engine(settings: EngineSettings) -> TorchEngine:
     return TorchEngine(
         model, _allocate_pool(info, device), info, device, exact, settings.hicache_copy
     )
+
+
+def leave_out_cudnn_attention() -> None:
+    """Take cuDNN out of PyTorch's choice of attention kernels, for the whole process.
+
+    On a Hopper GPU it comes first there, and it builds a plan for every shape of queries and keys that it
+    has not seen before: here that is nearly every step. The others take any shape as it is.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def _make_exact(model: nn.Module, device: torch.device) -> TiledLayers:

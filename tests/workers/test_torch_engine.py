@@ -421,6 +421,12 @@ def test_order_of_calls_is_checked(checkpoints: Callable[[str], Path]) -> None:
         engine.launch(driver.decode_plan([0]))
 
 
+def test_cudnn_plans_no_attention(checkpoints: Callable[[str], Path]) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    open_engine(checkpoints("llama"), "cpu").close()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "mistral_window"])

@@ -143,6 +143,12 @@ def retyped(weights, name, dtype):
     weights[name] = torch.zeros(weights[name].shape, dtype=dtype)
 
 
+def unpacked(weights, name):
+    rows, half = weights[f"{name}.weight"].shape
+    weights[f"{name}.weight"] = torch.zeros(rows, 2 * half, dtype=torch.bfloat16)
+    del weights[f"{name}.scale"]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -181,6 +187,14 @@ def retyped(weights, name, dtype):
             lambda w: retyped(w, "layers.0.attn.wkv.scale", torch.float32),
             r"attn\.wkv\.scale .* F32",
         ),
+        (
+            lambda w: unpacked(w, "layers.4.ffn.experts.3.w2"),
+            r"layers\.4\.ffn\.experts\.3\.w2\.weight .* BF16, but 7 other experts .* I8",
+        ),
+        (
+            lambda w: [unpacked(w, f"layers.4.ffn.experts.{e}.w2") for e in range(8) if e != 5],
+            r"layers\.4\.ffn\.experts\.5\.w2\.weight .* I8, but 7 other experts .* BF16",
+        ),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, weights, change, said):
@@ -188,6 +202,25 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, weights, change, sa
     save(tmp_path, weights)
     with pytest.raises(ModelLoadError, match=said):
         open_checkpoint(tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+@pytest.mark.parametrize(("dtype", "called"), [(torch.int32, "I32"), (torch.float64, "F64")])
+def test_a_type_that_is_not_known_is_no_matter_of_quantisation(tmp_path, quantised, dtype, called):
+    folder = QUANTISED if quantised else TINY
+    weights = load_file(folder / "model.safetensors")
+    retyped(weights, "layers.0.attn.q_norm.weight", dtype)
+    save(tmp_path, weights)
+    said = rf"layers\.0\.attn\.q_norm\.weight in .* is stored as {called}, a type that is not known"
+    with pytest.raises(ModelLoadError, match=said):
+        open_checkpoint(tmp_path, read_config(folder))
+
+
+def test_experts_may_be_unpacked_if_all_of_a_matrix_are(tmp_path, weights):
+    for expert in range(8):
+        unpacked(weights, f"layers.4.ffn.experts.{expert}.w2")
+    save(tmp_path, weights)
+    assert len(open_checkpoint(tmp_path, CONFIG).tensors) == len(weights)
 
 
 def test_quantised_tensors_need_a_quantised_configuration():

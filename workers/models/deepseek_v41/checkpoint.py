@@ -15,6 +15,9 @@ from workers.engine import ModelLoadError
 from workers.models.deepseek_v41.safetensors_header import StoredTensor, read_header
 from workers.models.deepseek_v41.tensor_table import (
     BYTE_DTYPES,
+    EXPERT_NAME,
+    FLOAT_DTYPES,
+    FP8_DTYPE,
     SCALE_DTYPES,
     expected_tensors,
     scale_name,
@@ -38,6 +41,7 @@ _SHARD: Final = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 # Draft model and vision tower: parts of the release that text generation does not use.
 _OTHER_PARTS: Final = ("mtp.", "vision.", "aligner.", "image_")
 _OPEN_FILES: Final = 2
+_KNOWN_DTYPES: Final = FLOAT_DTYPES | BYTE_DTYPES | SCALE_DTYPES | {FP8_DTYPE}
 
 
 class WeightSource(Protocol):
@@ -138,7 +142,8 @@ def open_checkpoint(model_dir: Path, config: ModelConfig) -> Checkpoint:
 
     Raises:
         ModelLoadError: a file is missing, truncated, damaged or a Git LFS pointer; a tensor is
-            missing, unknown, of a wrong shape or of a dtype that is not implemented.
+            missing, unknown, of a wrong shape or of a dtype that is not implemented; or only some
+            of a layer's experts are packed.
     """
     found: dict[str, StoredTensor] = {}
     for file in _checkpoint_files(model_dir):
@@ -235,6 +240,25 @@ def _check(model_dir: Path, found: Mapping[str, StoredTensor], config: ModelConf
             f"{model_dir} holds {len(extra)} tensors that its configuration does not describe, the "
             f"first one is {extra[0]}; it may need something that is not implemented."
         )
+    _check_experts_alike(found)
+
+
+def _check_experts_alike(found: Mapping[str, StoredTensor]) -> None:
+    """A matrix of all experts of a layer is one stack, so either all are packed FP4 or none is."""
+    stacks: dict[tuple[str, str], dict[bool, list[StoredTensor]]] = {}
+    for name, stored in found.items():
+        expert = EXPERT_NAME.fullmatch(name)
+        if expert is not None:
+            forms = stacks.setdefault((expert["module"], expert["matrix"]), {})
+            forms.setdefault(stored.dtype in BYTE_DTYPES, []).append(stored)
+    for forms in stacks.values():
+        if len(forms) == 1:
+            continue
+        few, many = sorted(forms.values(), key=len)
+        raise ModelLoadError(
+            f"{few[0].key} in {few[0].file} is stored as {few[0].dtype}, but {len(many)} other experts "
+            f"of its layer as {many[0].dtype}: either all must be packed FP4 or none."
+        )
 
 
 def _check_shape(stored: StoredTensor, expected: tuple[int, ...]) -> None:
@@ -247,6 +271,8 @@ def _check_shape(stored: StoredTensor, expected: tuple[int, ...]) -> None:
 
 def _unknown_storage(stored: StoredTensor, *, quantized: bool) -> str:
     message = f"{stored.key} in {stored.file} is stored as {stored.dtype}, "
+    if stored.dtype not in _KNOWN_DTYPES:
+        return message + "a type that is not known here."
     if quantized:
         return message + "a type that is not implemented for this tensor."
     return (

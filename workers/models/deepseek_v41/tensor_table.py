@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -22,6 +23,9 @@ FLOAT_DTYPES: Final = frozenset({"F32", "F16", "BF16"})
 FP8_DTYPE: Final = "F8_E4M3"
 BYTE_DTYPES: Final = frozenset({"I8", "U8"})
 SCALE_DTYPES: Final = frozenset({"F8_E8M0", "U8"})
+
+EXPERT_NAME: Final = re.compile(r"(?P<module>.+\.experts)\.(?P<id>\d+)\.(?P<matrix>w[123])\.weight")
+"""Name of a routed expert's matrix."""
 
 
 @dataclass(frozen=True)

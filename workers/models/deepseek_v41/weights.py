@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from workers.engine import ModelLoadError
 from workers.models.deepseek_v41.experts import Experts
 from workers.models.deepseek_v41.formats import dequantize
-from workers.models.deepseek_v41.tensor_table import is_engram_table
+from workers.models.deepseek_v41.tensor_table import EXPERT_NAME, is_engram_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from workers.models.deepseek_v41.checkpoint import WeightSource
     from workers.models.deepseek_v41.model import DeepseekV41
 
-_EXPERT: Final = re.compile(r"(?P<module>.+\.experts)\.(?P<id>\d+)\.(?P<matrix>w[123])\.weight")
 _SCALE: Final = ".scale"
 _IMAGE_BIAS: Final = ".gate.bias_vl"
 """The router's bias for image tokens, which do not occur."""
@@ -65,7 +64,7 @@ class WeightLoader:
         scale = self._source.scale_of(name)
         if scale is not None:
             scale = scale.to(self._device)
-        expert = _EXPERT.fullmatch(name)
+        expert = EXPERT_NAME.fullmatch(name)
         if expert is not None:
             self._put_expert(expert, data, scale)
             return

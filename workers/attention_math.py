@@ -15,6 +15,9 @@ from torch.nn import functional
 
 _MAX_SCORES: Final = 1 << 26
 """Score elements that the explicit path holds at a time; more query rows are done in blocks."""
+_MAX_MASK: Final = 1 << 28
+"""Mask elements that one call of PyTorch's attention gets. On a GPU it makes a few copies of the mask in
+the queries' type, and counts its elements in 32 bits: beyond 2**32 it would read wrong ones."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +96,23 @@ def _attend_one_token(
 def _attend_masked(
     query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scaling: float
 ) -> Tensor:
-    """One sequence with a mask [T,L]: key heads take the batch dimension and their query heads the
-    head dimension, over which keys and values are broadcast without a copy. Returns [1,T,H,Dv]."""
+    """One sequence with a mask [T,L]; query rows in blocks. Returns [1,T,H,Dv]."""
+    rows = max(1, _MAX_MASK // key.shape[0])
+    blocks = [
+        _masked_block(query[at : at + rows], key, value, allowed[at : at + rows], scaling)
+        for at in range(0, query.shape[0], rows)
+    ]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
+
+
+def _masked_block(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scaling: float
+) -> Tensor:
+    """Key heads take the batch dimension and their query heads the head dimension, over which keys and
+    values are broadcast without a copy."""
     tokens, heads, dim = query.shape
+    if tokens == 1:  # PyTorch's kernel reads a mask wrongly for one query row and broadcast heads
+        return _attend_one_token(query[None], key[None], value[None], allowed[None], scaling)
     length, kv_heads, _ = key.shape
     group = heads // kv_heads
     out = functional.scaled_dot_product_attention(

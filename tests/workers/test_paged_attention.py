@@ -184,6 +184,28 @@ def test_explicit_attention_in_blocks_is_the_same(monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(attend(query, key, value, None, True, options), whole)
 
 
+@pytest.mark.parametrize("rows", [1, 7, 19, 20])
+def test_masked_attention_in_blocks_is_the_same(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """And no call gets a larger mask than it may."""
+    data, tokens = Sequences([50], 1), 20
+    query, key, value = data.normal(1, tokens, HEADS, DIM), data.keys[0][None], data.values[0][None]
+    allowed = torch.ones(1, tokens, 50, dtype=torch.bool).tril(50 - tokens)
+    whole = attend(query, key, value, allowed, False, make_options(None, "plain"))
+    sizes = []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def noting(*inputs: torch.Tensor, attn_mask: torch.Tensor, **others: float) -> torch.Tensor:
+        sizes.append(attn_mask.numel())
+        return real(*inputs, attn_mask=attn_mask, **others)
+
+    monkeypatch.setattr(attention_math, "_MAX_MASK", 50 * rows + 49)
+    monkeypatch.setattr(attention_math.functional, "scaled_dot_product_attention", noting)
+    got = attend(query, key, value, allowed, False, make_options(None, "plain"))
+    torch.testing.assert_close(got, whole)
+    assert sum(sizes) == tokens * 50
+    assert max(sizes) == 50 * rows
+
+
 class _Layer(torch.nn.Module):
     layer_idx = 0
 

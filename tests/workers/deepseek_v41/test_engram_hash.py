@@ -134,6 +134,11 @@ def test_a_directory_with_a_tokenizer_only(tmp_path):
         ("engram_token_map.json", "[", "cannot be read as JSON"),
         ("engram_token_map.json", "[0, 1]", "list of 256"),
         ("engram_token_map.json", json.dumps([97] * 256), "below 97"),
+        (
+            "engram_token_map.json",
+            json.dumps([id % 96 for id in range(256)]),
+            r"token_map\.json has 96 different .* engram_compressed_vocab_size is 97",
+        ),
     ],
 )
 def test_a_directory_without_a_usable_map_is_refused(tmp_path, name, text, said):

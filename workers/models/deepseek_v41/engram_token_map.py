@@ -99,4 +99,9 @@ def _stored_map(path: Path, config: ModelConfig) -> torch.Tensor:
         )
     if not all(type(value) is int and 0 <= value < limit for value in values):
         raise ModelLoadError(f"{path} holds something other than whole numbers below {limit}.")
+    if len(set(values)) != limit:
+        raise ModelLoadError(
+            f"{path} has {len(set(values))} different compressed ids, but engram_compressed_vocab_size is "
+            f"{limit}: it belongs to another tokenizer."
+        )
     return torch.tensor(values, dtype=torch.int64)

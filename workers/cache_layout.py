@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 PAGE_TOKENS: Final = 128
 ROW_ALIGNMENT: Final = 256
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+COMPUTE_VERSION: Final = 1
+"""Enters the fingerprint. Raise it with a change of code that may change the numbers in a page of the
+same model: where they lie, how they are rounded, what they are computed from. Pages of another version
+are then never hit nor taken over from another instance."""
 
 _WEIGHT_SAMPLES: Final = 64
 _SAMPLE_BYTES: Final = 64 * 1024
@@ -96,6 +100,7 @@ def build_cache_layout(
 def fingerprint(config: PreTrainedConfig, identity: str, layout: CacheLayout) -> str:
     """Hex digest (128 bits) of everything that decides what the bytes of a page mean."""
     facts = {
+        "version": COMPUTE_VERSION,
         "config": _without_volatile(config.to_dict()),
         "weights": identity,
         "page_bytes": layout.page_bytes,

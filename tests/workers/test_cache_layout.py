@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers import DeepseekV3Config, Gemma3Config, LlamaConfig, PreTrainedConfig, Qwen3Config
 
+from workers import cache_layout
 from workers.cache_layout import (
     DTYPE_BYTES,
     LayerShape,
@@ -88,6 +89,13 @@ def test_fingerprint_depends_on_what_decides_the_bytes() -> None:
     moved = LlamaConfig()
     moved._name_or_path = "/elsewhere"
     assert build_cache_layout(shapes, "float32", moved, "w").fingerprint == base
+
+
+def test_fingerprint_follows_the_version_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = build_cache_layout([LayerShape(2, 8, 8)], "float32", LlamaConfig(), "w").fingerprint
+    monkeypatch.setattr(cache_layout, "COMPUTE_VERSION", cache_layout.COMPUTE_VERSION + 1)
+    after = build_cache_layout([LayerShape(2, 8, 8)], "float32", LlamaConfig(), "w").fingerprint
+    assert after != before
 
 
 def test_weights_identity_sees_content(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from math import prod
 
 import pytest
 
+from workers.models.deepseek_v41 import cache_layout
 from workers.models.deepseek_v41.cache_layout import build_cache_layout
 from workers.models.deepseek_v41.config import ModelConfig, Quantization, RopeScaling
 from workers.models.deepseek_v41.serving_layout import build_serving_layout
@@ -103,6 +104,12 @@ def test_the_fingerprint_tells_apart_what_must_not_be_mixed():
     assert len(set(different)) == len(different)
     # Longer rings hold the same rows.
     assert fingerprint(store_anchors=True) == fingerprint()
+
+
+def test_the_fingerprint_follows_the_version_of_the_code(monkeypatch):
+    before = fingerprint()
+    monkeypatch.setattr(cache_layout, "COMPUTE_VERSION", cache_layout.COMPUTE_VERSION + 1)
+    assert fingerprint() != before
 
 
 def test_the_cache_layout_says_what_a_prefix_cache_needs():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from workers.cache_layout import PAGE_TOKENS
 from workers.engine import CacheLayout
@@ -14,6 +14,9 @@ from workers.models.deepseek_v41.serving_layout import build_serving_layout
 if TYPE_CHECKING:
     from workers.models.deepseek_v41.config import ModelConfig
     from workers.models.deepseek_v41.serving_layout import ServingLayout
+
+COMPUTE_VERSION: Final = 1
+"""See `workers.cache_layout.COMPUTE_VERSION`; this one is for pages and states of V4.1."""
 
 
 def build_cache_layout(
@@ -31,6 +34,7 @@ def build_cache_layout(
     # Rings that are longer here than in a stored state change nothing for those who exchange rows.
     plain = build_serving_layout(config, layout.kv_format, keep_tokens, store_anchors=False)
     facts = {
+        "version": COMPUTE_VERSION,
         "config": dataclasses.asdict(config),
         "weights": identity,
         "dtype": dtype,

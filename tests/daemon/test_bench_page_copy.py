@@ -3,15 +3,19 @@ GPU. With one, `tests/daemon/test_bench_on_gpu.py` runs it."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from random import Random
+from unittest.mock import MagicMock
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
+from daemon.cli.bench import page_copy_gpu
 from daemon.cli.bench.page_copy_cases import (
     all_cases,
     churned_prompts,
@@ -110,6 +114,32 @@ def test_the_tables_show_figures_beside_goals_and_what_is_missing():
     assert any(line.split()[-5:] == ["53.8", "53.7", "96.6", "0.20", "ms"] for line in lines)
     assert any("both ways" in line and ">= 90 GB/s" in line and "yes" in line for line in lines)
     assert any("not measured: --hicache-copy kernel" in line for line in lines)
+
+
+def test_a_decode_keeps_its_two_streams(monkeypatch):
+    """torch hands out 32 streams in turn: were one taken for each burst, copiers that are opened later
+    would share a stream with the decode, and copy between its steps instead of beside them."""
+    taken: list[object] = []
+
+    def stream(_device: torch.device) -> MagicMock:
+        taken.append(MagicMock(name=f"stream {len(taken)}"))
+        return taken[-1]
+
+    cuda = MagicMock()
+    cuda.Stream = stream
+    cuda.Event.return_value.elapsed_time.return_value = 1.0
+    entered: list[object] = []
+    cuda.stream = lambda where: contextlib.nullcontext(entered.append(where))
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(page_copy_gpu, "DECODE_LAYERS", 1)
+    monkeypatch.setattr(page_copy_gpu, "DECODE_WIDTH", 8)
+    decode = page_copy_gpu.DecodeLoad(torch.device("cpu"))
+    within = []
+    for _ in range(3):
+        decode.step_seconds(lambda: within.append(entered[-1]))
+    assert len(taken) == 2
+    assert taken[0] is decode.stream
+    assert {id(where) for where in within} == {id(taken[1])}
 
 
 def run_main(monkeypatch, *arguments: str) -> object:

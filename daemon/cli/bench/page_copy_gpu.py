@@ -226,7 +226,10 @@ class DecodeLoad:
 
         self._weights = [random(DECODE_WIDTH) for _ in range(DECODE_LAYERS)]
         self._input = random(DECODE_ROWS)
+        # Not anew for each burst: torch hands out 32 streams in turn, and a copier's would soon be one of
+        # those that a decode beside it uses, and its copies wait for the steps that they should run beside.
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self.stream):
             self._run()
@@ -244,14 +247,13 @@ class DecodeLoad:
     def step_seconds(self, burst: Callable[[], None] | None = None) -> float:
         """Mean time of a step; `burst` is called on another stream at every fourth one."""
         torch.cuda.synchronize()
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self.stream):
             torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
             begin = _mark()
         for step in range(DECODE_STEPS):
             if burst is not None and step % STEPS_A_BURST == 0:
-                side.wait_stream(self.stream)  # not all bursts at once
-                with torch.cuda.stream(side):
+                self._side.wait_stream(self.stream)  # not all bursts at once
+                with torch.cuda.stream(self._side):
                     burst()
             with torch.cuda.stream(self.stream):
                 self._graph.replay()

@@ -10,9 +10,9 @@ from daemon.router.settings import Routing
 from transport.ids import ProcessName
 
 LOAD_FACTOR = 2.0
-"""A rank past this multiple of the mean load is left for the least loaded one."""
+"""A rank past this multiple of the others' mean load is left for the least loaded one."""
 LOAD_ALLOWANCE = 4
-"""Choices that a rank may be above the mean whatever the factor: small loads are no skew."""
+"""Choices that a rank may be above that whatever the factor: small loads are no skew."""
 
 PlaceT = TypeVar("PlaceT", ProcessName, int)
 
@@ -41,7 +41,9 @@ def choose_rank(routing: Routing, affinity: str, loads: Mapping[int, int]) -> tu
     if routing == "least-loaded" or not affinity:
         return least_loaded(loads), False
     rank = preferred(affinity, loads)
-    mean = sum(loads.values()) / len(loads)
-    if loads[rank] > LOAD_FACTOR * mean + LOAD_ALLOWANCE:
-        return least_loaded(loads), True
+    # Of the others: with its own load in the mean, one of two ranks could never be past twice of it.
+    others = sum(loads.values()) - loads[rank]
+    if loads[rank] > LOAD_FACTOR * others / max(len(loads) - 1, 1) + LOAD_ALLOWANCE:
+        least = least_loaded(loads)
+        return least, least != rank
     return rank, False

@@ -243,6 +243,14 @@ def test_affinity_keeps_a_conversation_on_one_rank_until_that_is_overloaded():
     assert preferred("talk", without_another) == home
 
 
+def test_one_of_two_ranks_can_be_overloaded_and_a_single_one_cannot():
+    home, _ = choose_rank("affinity", "talk", {0: 0, 1: 0})
+    other = 1 - home
+    assert choose_rank("affinity", "talk", {home: 10, other: 3}) == (home, False)
+    assert choose_rank("affinity", "talk", {home: 11, other: 3}) == (other, True)
+    assert choose_rank("affinity", "talk", {0: 1000}) == (0, False)
+
+
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_random_lives_and_losses_leave_nothing_behind(data):

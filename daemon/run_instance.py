@@ -31,6 +31,7 @@ from daemon.run_directory import RunDirectory, choose_run_directory
 from daemon.sd_notify import ServiceManager
 from daemon.stop_signals import StopSignals
 from daemon.supervisor import Supervisor
+from frontend.tokenizer.chat_template_files import read_chat_templates
 from transport.sockets import Endpoints
 
 FETCH_SECONDS: Final = 2400.0
@@ -73,7 +74,13 @@ def run_instance(config: InstanceConfig, signals: StopSignals) -> None:
                 supervisor = Supervisor(specs, directory.record_children)
                 port: int = listener.getsockname()[1]
                 instance = Instance(
-                    plan, supervisor, server, port, lambda url: announce(plan.model_name, url)
+                    plan,
+                    supervisor,
+                    server,
+                    port,
+                    lambda url: announce(
+                        plan.model_name, url, bool(read_chat_templates(model_dir))
+                    ),
                 )
                 instance.run(signals)
             finally:
@@ -94,14 +101,19 @@ def _tell_progress(line: str) -> None:
     service.close()
 
 
-def announce(model: str, url: str) -> None:
+def announce(model: str, url: str, can_chat: bool) -> None:
     """Tell a person how to use the instance that is now ready."""
     if not sys.stdout.isatty() and os.environ.get("DEEPINFER_QUIET_START"):
         return
     console = Console(soft_wrap=True, highlight=False)
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Say hello."}}]}}'
+    if can_chat:
+        path = "/v1/chat/completions"
+        prompt = '"messages": [{"role": "user", "content": "Say hello."}]'
+    else:
+        path, prompt = "/v1/completions", '"prompt": "Hello", "max_tokens": 16'
+    body = f'{{"model": "{model}", {prompt}}}'
     console.print(f"\n[bold green]{model} is ready at {url}[/]  (Ctrl-C stops it)\n")
     console.print(
-        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n",
+        f"curl {url}{path} -H 'Content-Type: application/json' -d '{body}'\n",
         markup=False,
     )

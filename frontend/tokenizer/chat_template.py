@@ -16,7 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from frontend.tokenizer.chat_messages import MessageStyle, normalize_messages
 from frontend.tokenizer.control_tokens import ControlTokens, Json, RenderedText
-from frontend.tokenizer.errors import PromptError, TokenizerLoadError
+from frontend.tokenizer.errors import NoChatTemplateError, PromptError, TokenizerLoadError
 from frontend.tokenizer.load import TokenizerFiles
 
 _TEMPLATE_FAULTS: Final = (
@@ -97,9 +97,7 @@ class ChatTemplate:
                 return self._templates[name]
         if len(self._templates) == 1:
             return next(iter(self._templates.values()))
-        raise PromptError(
-            "This model has no chat template: send a plain prompt to /v1/completions.", "messages"
-        )
+        raise NoChatTemplateError
 
     def _render_guarded(
         self,

@@ -19,3 +19,14 @@ class PromptError(ValueError):
         super().__init__(message)
         self.message = message
         self.param = param
+
+
+class NoChatTemplateError(PromptError):
+    """A conversation was sent to a model that has no chat template."""
+
+    code = "no_chat_template"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "This model has no chat template: send a plain prompt to /v1/completions.", "messages"
+        )

@@ -6,16 +6,15 @@ transformers converts what there is.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from tokenizers import AddedToken, Tokenizer
 
+from frontend.tokenizer.chat_template_files import read_chat_templates
+from frontend.tokenizer.checkpoint_files import TOKENIZER_CONFIG, JsonObject, read_object, read_text
 from frontend.tokenizer.errors import TokenizerLoadError
-
-JsonObject = dict[str, object]
 
 _NAMED_SPECIALS: Final = (
     "bos_token",
@@ -49,7 +48,7 @@ def load_tokenizer(model_dir: Path) -> TokenizerFiles:
     """
     if not model_dir.is_dir():
         raise TokenizerLoadError(f"The model directory {model_dir} does not exist.")
-    config = _read_object(model_dir / "tokenizer_config.json")
+    config = read_object(model_dir / TOKENIZER_CONFIG)
     path = model_dir / "tokenizer.json"
     tokenizer = _read_tokenizer(path) if path.exists() else _convert_tokenizer(model_dir)
     # A checkpoint may ask for both; a silently cut or padded prompt is never wanted here.
@@ -60,38 +59,13 @@ def load_tokenizer(model_dir: Path) -> TokenizerFiles:
     return TokenizerFiles(
         directory=model_dir,
         tokenizer=tokenizer,
-        chat_templates=_chat_templates(model_dir, config),
+        chat_templates=read_chat_templates(model_dir),
         special_tokens=special_tokens,
     )
 
 
-def _read_text(path: Path) -> str | None:
-    """The file's text, or None if there is no such file."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise TokenizerLoadError(f"{path} cannot be read ({error.strerror}).") from error
-    except UnicodeDecodeError as error:
-        raise TokenizerLoadError(f"{path} is not UTF-8 text ({error.reason}).") from error
-
-
-def _read_object(path: Path) -> JsonObject:
-    text = _read_text(path)
-    if text is None:
-        return {}
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TokenizerLoadError(f"{path} is not valid JSON ({error}).") from error
-    if not isinstance(value, dict):
-        raise TokenizerLoadError(f"{path} holds no JSON object.")
-    return value
-
-
 def _read_tokenizer(path: Path) -> Tokenizer:
-    text = _read_text(path) or ""
+    text = read_text(path) or ""
     if text.startswith("version https://git-lfs"):
         raise TokenizerLoadError(
             f"{path} is a Git LFS pointer: fetch the real file with `git lfs pull`."
@@ -134,7 +108,7 @@ def _token_text(value: object) -> str | None:
 
 
 def _special_tokens(model_dir: Path, config: JsonObject) -> dict[str, str]:
-    older = _read_object(model_dir / "special_tokens_map.json")
+    older = read_object(model_dir / "special_tokens_map.json")
     found: dict[str, str] = {}
     for name in _NAMED_SPECIALS:
         text = _token_text(config.get(name)) or _token_text(older.get(name))
@@ -177,42 +151,3 @@ def _added_token(text: str, entry: JsonObject) -> AddedToken:
         normalized=bool(entry.get("normalized", not special)),
         special=special,
     )
-
-
-def _chat_templates(model_dir: Path, config: JsonObject) -> dict[str, str]:
-    """Templates by name; a file of its own wins over the configuration's field."""
-    templates: dict[str, str] = {}
-    path = model_dir / "tokenizer_config.json"
-    for origin, value in (
-        (path, config.get("chat_template")),
-        (
-            model_dir / "chat_template.json",
-            _read_object(model_dir / "chat_template.json").get("chat_template"),
-        ),
-        (model_dir / "chat_template.jinja", _read_text(model_dir / "chat_template.jinja")),
-    ):
-        templates.update(_named_templates(origin, value))
-    extra = model_dir / "additional_chat_templates"
-    for file in sorted(extra.glob("*.jinja")):
-        templates.update(dict.fromkeys([file.stem], _read_text(file) or ""))
-    return templates
-
-
-def _named_templates(origin: Path, value: object) -> dict[str, str]:
-    """Accepts a string, an object name -> template, and a list of {name, template} objects."""
-    if value is None:
-        return {}
-    if isinstance(value, str):
-        return {"default": value}
-    if isinstance(value, list):
-        if not all(isinstance(item, dict) for item in value):
-            raise TokenizerLoadError(f"{origin} has a chat_template list of things not objects.")
-        value = {item.get("name"): item.get("template") for item in value}
-    if not isinstance(value, dict):
-        raise TokenizerLoadError(f"{origin} has a chat_template that is not text.")
-    named: dict[str, str] = {}
-    for name, template in value.items():
-        if not isinstance(name, str) or not isinstance(template, str):
-            raise TokenizerLoadError(f"{origin} has a chat_template without a name or a text.")
-        named[name] = template
-    return named

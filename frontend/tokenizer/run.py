@@ -90,7 +90,7 @@ class TokenizerLoop:
         except PromptError as error:
             self._failures.add()
             self._dealer.send(
-                RequestFailed(job.request_id, 400, "invalid_prompt", str(error), error.param)
+                RequestFailed(job.request_id, 400, error.code, str(error), error.param)
             )
             return
         # A fault of a template or of the tokenizer must end one request, not this process, which

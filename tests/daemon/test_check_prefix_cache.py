@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 
 import pytest
 
@@ -26,6 +27,7 @@ class FakeServer:
         self.bodies: list[dict] = []
         self.connections: set[int] = set()
         self.has_cache = True
+        self.can_chat = True
         self.obeys = True
         self.change: Callable[[dict, list[dict]], list[dict]] = lambda body, events: events
         self.key: str | None = None
@@ -44,6 +46,10 @@ class FakeServer:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 if fake.key and self.headers.get("Authorization") != f"Bearer {fake.key}":
                     self._whole(401, {"error": {"message": "No key.", "code": None}})
+                    return
+                if "messages" in body and not fake.can_chat:
+                    error = {"message": "Cannot chat.", "code": "no_chat_template"}
+                    self._whole(400, {"error": error})
                     return
                 fake.bodies.append(body)
                 self._stream(fake.change(body, fake.answer(body)))
@@ -84,7 +90,8 @@ class FakeServer:
         self._thread.join()
 
     def answer(self, body: dict) -> list[dict]:
-        words = " ".join(m["content"] for m in body["messages"]).split()
+        said_so_far = body.get("prompt") or " ".join(m["content"] for m in body["messages"])
+        words = said_so_far.split()
         pages = [" ".join(words[:end]) for end in range(PAGE, len(words) + 1, PAGE)]
         cached = 0
         if self.has_cache and (body.get("prefix_cache", True) or not self.obeys):
@@ -119,8 +126,8 @@ def check(fake: FakeServer, **options) -> int:
 
 
 def conversation_turns(fake: FakeServer) -> list[dict]:
-    """The compared requests; before them come a sample and two probes."""
-    return fake.bodies[3:]
+    """The compared requests; before them come a question for chat, a sample and two probes."""
+    return fake.bodies[4:]
 
 
 def test_equal_answers_end_with_0_and_show_each_turn(fake, capsys):
@@ -150,9 +157,19 @@ def test_each_turn_is_asked_twice_in_changing_order_and_grows_by_the_answer(fake
 
 def test_a_second_run_begins_cold_and_says_the_same(fake):
     assert check(fake) == check(fake) == 0
-    first, second = fake.bodies[:15], fake.bodies[15:]
+    first, second = fake.bodies[:16], fake.bodies[16:]
     assert [body["messages"] for body in first] == [body["messages"] for body in second]
-    assert not {b["cache_salt"] for b in first[3:]} & {b["cache_salt"] for b in second[3:]}
+    assert not {b["cache_salt"] for b in first[4:]} & {b["cache_salt"] for b in second[4:]}
+
+
+def test_a_model_that_cannot_chat_gets_plain_prompts_that_grow(fake, capsys):
+    fake.can_chat = False
+    assert check(fake, conversations=1) == 0
+    assert "3 of 3 answers equal." in capsys.readouterr().out
+    prompts = [body["prompt"] for body in fake.bodies[3::2]]
+    assert len(prompts) == 3
+    for before, after in pairwise(prompts):
+        assert after.startswith(f"{before}\nw{len(before.split())} and so on\n")
 
 
 def test_all_goes_through_one_connection(fake):

@@ -18,7 +18,14 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from daemon.cli.check.api_client import CHAT, ApiClient, RequestFailed, StreamedAnswer
+from daemon.cli.check.api_client import (
+    CHAT,
+    COMPLETIONS,
+    ApiClient,
+    JsonBody,
+    RequestFailed,
+    StreamedAnswer,
+)
 from daemon.cli.check.sample_text import SampleText
 from daemon.cli.inspect.session import make_console, plain_table
 from daemon.cli.units import duration, number
@@ -29,6 +36,8 @@ EXIT_DIFFERENT: Final = 1
 EXIT_NOT_CHECKED: Final = 2
 """The server cannot be reached, or has no cache to check."""
 
+NO_CHAT_TEMPLATE: Final = "no_chat_template"
+"""Code of the error with which such a model answers a conversation."""
 PROBE_TOKENS: Final = 384
 """Length of a prompt that any cache must know the second time."""
 MOST_PROBES: Final = 4
@@ -89,7 +98,20 @@ class Conversation:
 
     salt: str
     """Never used before: the first turn misses."""
+    chat: bool
+    """Whether it is sent as messages; otherwise as one text that grows."""
     messages: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def path(self) -> str:
+        """Where it is sent to."""
+        return CHAT if self.chat else COMPLETIONS
+
+    def prompt(self) -> JsonBody:
+        """The field that holds what has been said so far."""
+        if self.chat:
+            return {"messages": self.messages}
+        return {"prompt": "\n".join(message["content"] for message in self.messages)}
 
 
 def ask(
@@ -98,13 +120,29 @@ def ask(
     """The next answer, greedy."""
     body = {
         "model": model,
-        "messages": conversation.messages,
+        **conversation.prompt(),
         "temperature": 0,
         "ignore_eos": True,
         "cache_salt": conversation.salt,
         **fields,
     }
-    return client.stream(CHAT, body)
+    return client.stream(conversation.path, body)
+
+
+def can_chat(client: ApiClient, model: str) -> bool:
+    """Whether the model has a chat template.
+
+    Raises:
+        RequestFailed: the server does not answer, or refuses for another reason.
+    """
+    body = {"model": model, "messages": [{"role": "user", "content": "?"}], "max_tokens": 1}
+    try:
+        client.stream(CHAT, {**body, "prefix_cache": False})
+    except RequestFailed as error:
+        if error.kind == f"400 {NO_CHAT_TEMPLATE}":
+            return False
+        raise
+    return True
 
 
 def find_model(client: ApiClient) -> str:
@@ -123,13 +161,13 @@ def find_model(client: ApiClient) -> str:
         ) from error
 
 
-def check_has_cache(client: ApiClient, model: str, text: SampleText) -> None:
+def check_has_cache(client: ApiClient, model: str, text: SampleText, chat: bool) -> None:
     """Send one prompt again and again: another rank, without a copy, may have taken it in between.
 
     Raises:
         DeepInferError: it never came from a cache.
     """
-    probe = Conversation(f"check-{secrets.token_hex(8)}")
+    probe = Conversation(f"check-{secrets.token_hex(8)}", chat)
     probe.messages.append({"role": "user", "content": text.words(PROBE_TOKENS)})
     for _ in range(MOST_PROBES):
         answer = ask(client, model, probe, max_tokens=1)
@@ -148,10 +186,11 @@ def run_turns(client: ApiClient, model: str, workload: Workload) -> Iterator[Tur
     Raises:
         DeepInferError: the server fails, has no cache, or uses it when told not to.
     """
-    text = SampleText.calibrated(Random(workload.seed), client, model)
-    check_has_cache(client, model, text)
+    chat = can_chat(client, model)
+    text = SampleText.calibrated(Random(workload.seed), client, model, chat=chat)
+    check_has_cache(client, model, text, chat)
     run = secrets.token_hex(8)
-    talks = [Conversation(f"check-{run}-{n}") for n in range(workload.conversations)]
+    talks = [Conversation(f"check-{run}-{n}", chat) for n in range(workload.conversations)]
     for turn in range(workload.turns):
         length = workload.prompt_tokens if turn == 0 else workload.turn_tokens
         for index, talk in enumerate(talks):
@@ -275,6 +314,8 @@ def prefix_cache(
     Conversations grow turn by turn. Each turn is sent twice, greedy and streamed: once with
     "prefix_cache": false and once with the cache, in changing order. Exit code 0: all answers are equal;
     1: some differ; 2: the server cannot be reached or has no prefix cache.
+
+    A model without a chat template gets plain prompts that grow.
 
     Equal answers are promised in float32; in bfloat16 a near-tie between two tokens may flip.
 

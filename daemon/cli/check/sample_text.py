@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import Final
 
-from daemon.cli.check.api_client import CHAT, ApiClient
+from daemon.cli.check.api_client import CHAT, COMPLETIONS, ApiClient, JsonBody
 
 SAMPLE_WORDS: Final = 100
 """Length of the message that tells how many tokens a word has."""
@@ -26,15 +26,21 @@ class SampleText:
         self.tokens_a_word = tokens_a_word
 
     @classmethod
-    def calibrated(cls, draw: Random, client: ApiClient, model: str) -> SampleText:
-        """Ask the server how many tokens a word has, with a short request that its cache never sees.
+    def calibrated(
+        cls, draw: Random, client: ApiClient, model: str, *, chat: bool = True
+    ) -> SampleText:
+        """Ask the server how many tokens a word has, with a short request that its cache never sees: a
+        message, or a plain prompt without `chat`.
 
         Raises:
             RequestFailed: it does not answer.
         """
-        message = {"role": "user", "content": " ".join(draw.choices(WORDS, k=SAMPLE_WORDS))}
-        body = {"model": model, "messages": [message], "max_tokens": 1, "prefix_cache": False}
-        answer = client.stream(CHAT, body)
+        words = " ".join(draw.choices(WORDS, k=SAMPLE_WORDS))
+        prompt: JsonBody = (
+            {"messages": [{"role": "user", "content": words}]} if chat else {"prompt": words}
+        )
+        body = {"model": model, **prompt, "max_tokens": 1, "prefix_cache": False}
+        answer = client.stream(CHAT if chat else COMPLETIONS, body)
         return cls(draw, max(answer.prompt_tokens, 1) / SAMPLE_WORDS)
 
     def words(self, tokens: int) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from frontend.tokenizer.chat_template import ChatTemplate
-from frontend.tokenizer.errors import PromptError, TokenizerLoadError
+from frontend.tokenizer.errors import NoChatTemplateError, PromptError, TokenizerLoadError
 from frontend.tokenizer.load import load_tokenizer
 
 WriteCheckpoint = Callable[..., Path]
@@ -239,7 +239,7 @@ def test_template_arguments_that_are_refused(load: Load, chatml: str, kwargs: di
 
 
 def test_no_template(load: Load) -> None:
-    with pytest.raises(PromptError, match="/v1/completions"):
+    with pytest.raises(NoChatTemplateError, match="/v1/completions"):
         load(None).render_chat([user("x")], None, {})
 
 

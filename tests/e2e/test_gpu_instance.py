@@ -16,6 +16,8 @@ pytestmark = [
 ]
 
 NEW_TOKENS = 24
+ON_GPU = {"accelerator": "nvidia", "dtype": "float32", "hicache_size_gb": 0.25}
+"""A prefix cache of the default size takes a while to page-lock at each start."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def wanted(tiny_dir, prompts) -> list[list[int]]:
     ids=["batched", "small chunks", "preempted"],
 )  # fmt: skip
 def test_greedy_answers_equal_generate(serve, prompts, wanted, options):
-    with serve(accelerator="nvidia", dtype="float32", max_num_seqs=8, **options) as server:
+    with serve(**ON_GPU, max_num_seqs=8, **options) as server:
         server.ready()
         assert server.ask("status")["accelerator"] == "nvidia"
 
@@ -78,7 +80,7 @@ def test_greedy_answers_equal_generate(serve, prompts, wanted, options):
 
 
 def test_a_killed_worker_costs_no_token_on_a_gpu(serve, prompts):
-    with serve(accelerator="nvidia", dtype="float32") as server:
+    with serve(**ON_GPU) as server:
         server.ready()
         body = {"prompt": prompts[2], "max_tokens": 400, "temperature": 0.8, "seed": 5,
                 "ignore_eos": True}  # fmt: skip

@@ -1,10 +1,22 @@
 """What an engine is made of, by its settings, and what is refused."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from workers.engine import ModelLoadError
+from workers.models.deepseek_v41 import loading
+from workers.models.deepseek_v41.checkpoint import open_checkpoint
+from workers.models.deepseek_v41.config_file import read_config
+from workers.models.deepseek_v41.dummy_weights import DummyWeights
+from workers.models.deepseek_v41.experts import Experts
+from workers.models.deepseek_v41.model import DeepseekV41
+from workers.models.deepseek_v41.weights import WeightLoader, weight_bytes
 from workers.trial_steps import heaviest_steps
+
+DATA = Path(__file__).parents[2] / "data"
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -87,3 +99,59 @@ def test_bfloat16_stays_near(new_driver, golden):
     logits = driver.prefill(driver.prompt(expected["p130.input_ids"]))[-16:]
     both = torch.stack((logits.flatten(), expected["p130.logits_last16"].flatten()))
     assert torch.corrcoef(both)[0, 1] > 0.7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["v41_tiny", "v41_tiny_quant"])
+def test_the_bytes_of_the_weights_are_known_before_they_are_loaded(name, dtype):
+    config = read_config(DATA / name)
+    for source in (open_checkpoint(DATA / name, config), DummyWeights(config, CPU)):
+        model = DeepseekV41(config, dtype, CPU)
+        expected = weight_bytes(model, source, dtype)
+        WeightLoader(model, source, dtype, CPU).load()
+        found = sum(parameter.nbytes for parameter in model.parameters())
+        for module in model.modules():
+            if isinstance(module, Experts):
+                found += sum(stack.nbytes for stack in module._stacks.values())
+        assert found == expected
+
+
+def test_the_released_model_needs_more_than_one_device_has():
+    config = read_config(DATA / "v41_released")
+    model = DeepseekV41(config, torch.bfloat16, CPU)
+    needed = weight_bytes(model, DummyWeights(config, CPU), torch.bfloat16)
+    assert round(needed / 2**30) == 285
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [({}, "smaller dtype"), ({"load_format": "dummy"}, "num_hidden_layers")],
+)
+def test_weights_that_do_not_fit_are_refused_before_any_is_read(
+    new_driver, monkeypatch, changes, advice
+):
+    monkeypatch.setattr(loading, "available_host_memory", lambda: 6 << 20)
+    monkeypatch.setattr(loading, "WeightLoader", None)  # not to be called
+    said = rf"v41_tiny need 0\.0 GiB on cpu.* 0\.0 GiB are free there: .*{advice}"
+    with pytest.raises(ModelLoadError, match=said):
+        new_driver(**changes)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), "v41_tiny need .* GiB are free there"),
+        (
+            RuntimeError("CUDA error: odd\nmore"),
+            "v41_tiny cannot be loaded to cpu: CUDA error: odd$",
+        ),
+        (OSError(5, "Input/output error"), "cannot be loaded to cpu: .*Input/output error"),
+    ],
+)
+def test_loading_that_fails_is_told_in_one_sentence(new_driver, monkeypatch, error, said):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(WeightLoader, "_put", fail)
+    with pytest.raises(ModelLoadError, match=said):
+        new_driver()

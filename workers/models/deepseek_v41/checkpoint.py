@@ -61,6 +61,10 @@ class WeightSource(Protocol):
         """The E8M0 scale of the weight `name`; None: it is not quantised."""
         ...
 
+    def is_packed(self, name: str) -> bool:
+        """Whether the weight `name` is packed FP4."""
+        ...
+
 
 @dataclass
 class Checkpoint:
@@ -90,6 +94,10 @@ class Checkpoint:
         """See `WeightSource`."""
         scale = scale_name(name)
         return self.read(scale) if scale in self.tensors else None
+
+    def is_packed(self, name: str) -> bool:
+        """See `WeightSource`."""
+        return self.tensors[name].dtype in BYTE_DTYPES
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, as stored; a view of the mapped file.

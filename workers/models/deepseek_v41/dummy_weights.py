@@ -89,6 +89,10 @@ class DummyWeights:
         )
         return (steps + exponent).view(torch.float8_e8m0fnu)
 
+    def is_packed(self, name: str) -> bool:
+        """See `WeightSource`."""
+        return self._plans[name].dtype in BYTE_DTYPES
+
     def _tensors(self, names: list[str]) -> NamedTensors:
         for name in names:
             yield name, self._data(name)

@@ -29,8 +29,7 @@ from workers.models.deepseek_v41.engram_table import (
 )
 from workers.models.deepseek_v41.engram_token_map import load_token_map
 from workers.models.deepseek_v41.engram_warmup import EngramWarmup
-from workers.models.deepseek_v41.load_progress import load_progress
-from workers.models.deepseek_v41.model import DeepseekV41
+from workers.models.deepseek_v41.loading import load_model
 from workers.models.deepseek_v41.serving_caches import ServingCaches
 from workers.models.deepseek_v41.serving_engine import DeepseekV41Engine
 from workers.models.deepseek_v41.serving_layout import (
@@ -38,7 +37,6 @@ from workers.models.deepseek_v41.serving_layout import (
     ServingLayout,
     build_serving_layout,
 )
-from workers.models.deepseek_v41.weights import WeightLoader
 from workers.trial_steps import heaviest_steps
 
 if TYPE_CHECKING:
@@ -50,6 +48,7 @@ if TYPE_CHECKING:
     from workers.engine_settings import EngineSettings
     from workers.models.deepseek_v41.checkpoint import WeightSource
     from workers.models.deepseek_v41.config import ModelConfig
+    from workers.models.deepseek_v41.model import DeepseekV41
     from workers.models.deepseek_v41.safetensors_header import StoredTensor
 
 _log = logging.getLogger(__name__)
@@ -184,9 +183,7 @@ def _load(
         tables = {layer: open_engram_table(checkpoint, layer) for layer in config.engram_layer_ids}
         table_tensors = stored_tensors(checkpoint, config.engram_layer_ids)
         identity = weights_identity(model_dir)
-    model = DeepseekV41(config, dtype, device)
-    with load_progress("loading weights", settings.report) as progress:
-        WeightLoader(model, source, dtype, device).load(progress)
+    model = load_model(settings, config, source, dtype, device)
     parts = _Parts(
         settings=settings,
         model=model,
@@ -233,7 +230,7 @@ def _plan_memory(parts: _Parts, info: EngineInfo) -> PoolPlan:
 
 def _measure_peak(parts: _Parts, info: EngineInfo) -> int:
     """Bytes that the largest steps take beside weights and pools; runs them against one page."""
-    engine = parts.engine(replace(info, num_pages=1))
+    engine = _with_pools(parts, replace(info, num_pages=1))
     before = torch.cuda.memory_allocated(parts.device)
     torch.cuda.reset_peak_memory_stats(parts.device)
     limit = parts.settings.max_batched_tokens

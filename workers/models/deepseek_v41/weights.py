@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import prod
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -10,8 +11,12 @@ from torch import Tensor, nn
 
 from workers.engine import ModelLoadError
 from workers.models.deepseek_v41.experts import Experts
-from workers.models.deepseek_v41.formats import dequantize
-from workers.models.deepseek_v41.tensor_table import EXPERT_NAME, is_engram_table
+from workers.models.deepseek_v41.formats import FP4_GROUP, dequantize
+from workers.models.deepseek_v41.tensor_table import (
+    EXPERT_NAME,
+    expected_tensors,
+    is_engram_table,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,6 +90,20 @@ class WeightLoader:
         else:
             data = dequantize(data, scale, self._block, self._dtype)
         experts.put(matrix, index, data)
+
+
+def weight_bytes(model: DeepseekV41, source: WeightSource, dtype: torch.dtype) -> int:
+    """Bytes that all weights take on the device once they are loaded, from shapes and types alone.
+
+    The Engram tables are not among them. While a matrix is decoded it takes more for a moment.
+    """
+    total = sum(value.numel() * value.element_size() for value in model.parameters())
+    for name, tensor in expected_tensors(model.config).items():
+        if EXPERT_NAME.fullmatch(name):
+            values = prod(tensor.shape)
+            packed = values // 2 + values // FP4_GROUP
+            total += packed if source.is_packed(name) else values * dtype.itemsize
+    return total
 
 
 def parameter_name(tensor_name: str) -> str:

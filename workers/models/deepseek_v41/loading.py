@@ -1,0 +1,68 @@
+"""Puts the weights onto the device, or says in one sentence why they cannot be put there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from workers.engine import ModelLoadError
+from workers.host_memory import available_host_memory
+from workers.models.deepseek_v41.load_progress import load_progress
+from workers.models.deepseek_v41.model import DeepseekV41
+from workers.models.deepseek_v41.weights import WeightLoader, weight_bytes
+
+if TYPE_CHECKING:
+    from workers.engine_settings import EngineSettings
+    from workers.models.deepseek_v41.checkpoint import WeightSource
+    from workers.models.deepseek_v41.config import ModelConfig
+
+_GIB: Final = 1 << 30
+
+
+def load_model(
+    settings: EngineSettings,
+    config: ModelConfig,
+    source: WeightSource,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> DeepseekV41:
+    """The model with all its weights on `device`.
+
+    Raises:
+        ModelLoadError: they do not fit, which is known before anything is read, or loading failed.
+    """
+    try:
+        model = DeepseekV41(config, dtype, device)
+        needed, free = weight_bytes(model, source, dtype), _free_bytes(device)
+        if needed > free:
+            raise ModelLoadError(_too_big(settings, device, needed, free))
+        with load_progress("loading weights", settings.report) as progress:
+            WeightLoader(model, source, dtype, device).load(progress)
+    except ModelLoadError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise ModelLoadError(_too_big(settings, device, needed, free)) from error
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ModelLoadError(
+            f"The weights of {settings.model_dir} cannot be loaded to {device}: {reason}"
+        ) from error
+    return model
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cpu":
+        return available_host_memory()
+    free, _ = torch.cuda.mem_get_info(device)
+    return free
+
+
+def _too_big(settings: EngineSettings, device: torch.device, needed: int, free: int) -> str:
+    advice = "make room, or use a device with more memory or a smaller dtype"
+    if settings.load_format == "dummy":
+        advice += ", or cut the model with --hf-overrides '{\"num_hidden_layers\": N}'"
+    return (
+        f"The weights of {settings.model_dir} need {needed / _GIB:.1f} GiB on {device}, and some more while "
+        f"they are loaded, but {free / _GIB:.1f} GiB are free there: {advice}."
+    )

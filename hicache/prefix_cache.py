@@ -12,40 +12,21 @@ states, ends where a state was stored.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Final, NamedTuple
 
 import msgspec
-import numpy as np
 
 from hicache.announcements import Announcements
 from hicache.host_pool import HostPool
 from hicache.index import NO_SLOT, PinnedPrefix
 from hicache.keys import PromptKeys, TokenArray, prompt_keys
-from hicache.outcomes import (
-    AnchorState,
-    Announcement,
-    Hit,
-    Miss,
-    MissReason,
-    SkipReason,
-    StorePlan,
-)
+from hicache.miss_log import MissLog
+from hicache.outcomes import Announcement, Hit, Miss, MissReason, StorePlan
 from hicache.pool_slots import PoolSlots
 from hicache.slot_headers import SlotArray
 from hicache.stats import CacheCounts, CacheStats, MissRecord, TopPrefix
-
-_RECENT_MISSES: Final = 64
-
-
-class _NotedMiss(NamedTuple):
-    stamp: int
-    prompt_tokens: int
-    hit_tokens: int
-    matched_tokens: int
-    reason: MissReason
+from hicache.stores import Stores
 
 
 class PrefixCache:
@@ -73,19 +54,19 @@ class PrefixCache:
         self._has_states = pool.geometry.state_bytes > 0
         self._page_tokens = page_tokens
         self._replay_tokens = replay_tokens
-        self._max_pending_bytes = max_pending_bytes
         self._slots = PoolSlots(pool, clock)
+        self._counts = CacheCounts()
+        self._stores = Stores(
+            self._slots,
+            pool.geometry,
+            self._counts,
+            page_tokens=page_tokens,
+            max_pending_bytes=max_pending_bytes,
+        )
         self._serials = count()
         self._hits: dict[int, Hit] = {}
-        self._plans: dict[int, StorePlan] = {}
-        self._pending_bytes = 0
-        # What the plans will add, unless they were flushed meanwhile.
-        self._storing_pages: set[bytes] = set()
-        self._storing_states: set[bytes] = set()
-        self._flushed_plans: set[int] = set()
         self._announcements = Announcements()
-        self._counts = CacheCounts()
-        self._misses: deque[_NotedMiss] = deque(maxlen=_RECENT_MISSES)
+        self._misses = MissLog()
 
     # ---- prompts ------------------------------------------------------------------------------
 
@@ -184,8 +165,13 @@ class PrefixCache:
         return Miss(reason, matched)
 
     def _note_miss(self, prompt: PromptKeys, hit: int, matched: int, reason: MissReason) -> None:
-        stamp = self._slots.next_stamp()
-        self._misses.append(_NotedMiss(stamp, prompt.num_tokens, hit, matched, reason))
+        self._misses.note(
+            self._slots.next_stamp(),
+            prompt_tokens=prompt.num_tokens,
+            hit_tokens=hit,
+            matched_tokens=matched,
+            reason=reason,
+        )
 
     # ---- storing ------------------------------------------------------------------------------
 
@@ -209,18 +195,7 @@ class PrefixCache:
         """
         ends = self._anchor_pages(prompt, anchors)
         keys = prompt.keys[: ends[0] if ends else 0] if self._has_states else prompt.keys
-        stamp = self._slots.next_stamp()
-        prefix = PinnedPrefix(self._slots.index.match(keys), NO_SLOT)
-        self._slots.pin(prefix, stamp)
-        plan = self._plan_rows(keys, ends, prefix, stamp)
-        if plan is None:
-            self._slots.unpin(prefix)
-            return None
-        self._plans[plan.serial] = plan
-        self._pending_bytes += plan.num_bytes
-        self._storing_pages.update(plan.keys[page] for page in plan.page_indexes.tolist())
-        self._storing_states.update(self._state_key(plan, state) for state in plan.states)
-        return plan
+        return self._stores.begin(keys, ends)
 
     def _anchor_pages(self, prompt: PromptKeys, anchors: Sequence[int] | None) -> list[int]:
         """How many pages lie before each anchor, most first; none for models without states."""
@@ -235,77 +210,13 @@ class PrefixCache:
                 )
         return sorted({at // self._page_tokens for at in wanted} - {0}, reverse=True)
 
-    def _plan_rows(
-        self, keys: tuple[bytes, ...], ends: list[int], prefix: PinnedPrefix, stamp: int
-    ) -> StorePlan | None:
-        """Choose what to store of the prompt beyond `prefix`, and take slots for it."""
-        if self._has_states:
-            missing = [end for end in ends if not self._has_state(keys[end - 1])]
-            ends = missing[: self._slots.room_for_states]
-            if missing and not ends:
-                self._skip(SkipReason.STATES_PINNED)
-                return None
-            keys = keys[: ends[0] if ends else 0]
-        pages = [
-            page
-            for page in range(len(prefix.pages), len(keys))
-            if keys[page] not in self._storing_pages
-        ]
-        room = self._slots.room_for_pages
-        if len(pages) > room:
-            self._skip(SkipReason.PAGES_PINNED)
-            if self._has_states:  # a part is of no use without the state at its end
-                return None
-            pages = pages[:room]
-        if not pages and not ends:
-            return None
-        geometry = self._geometry
-        num_bytes = len(pages) * geometry.page_bytes + len(ends) * geometry.state_bytes
-        # A prompt larger than the limit may go, alone.
-        if self._plans and self._pending_bytes + num_bytes > self._max_pending_bytes:
-            self._skip(SkipReason.PENDING)
-            return None
-        page_slots = self._slots.take_pages(len(pages))
-        state_slots = self._slots.take_states(len(ends)).tolist()
-        states = tuple(
-            AnchorState(end * self._page_tokens, slot)
-            for end, slot in zip(ends, state_slots, strict=True)
-        )
-        return StorePlan(
-            page_indexes=np.array(pages, np.int32),
-            page_slots=page_slots,
-            states=states,
-            num_bytes=num_bytes,
-            keys=keys,
-            prefix=prefix,
-            stamp=stamp,
-            serial=next(self._serials),
-        )
-
     def commit(self, plan: StorePlan) -> None:
         """All rows of the plan have arrived: serve them.
 
         Raises:
             KeyError: the plan was committed or abandoned before.
         """
-        self._end(plan)
-        num_pages, states = 0, []
-        if plan.serial in self._flushed_plans:
-            self._skip(SkipReason.FLUSHED)
-        else:
-            num_pages = self._commit_pages(plan)
-            states = [
-                state
-                for state in plan.states
-                if self._slots.publish_state(state.slot, self._state_key(plan, state), plan.stamp)
-            ]
-            if (num_pages, len(states)) != (len(plan.page_slots), len(plan.states)):
-                self._skip(SkipReason.PREFIX_LOST)
-        self._counts.stored_pages += num_pages
-        self._counts.stored_states += len(states)
-        self._free(plan.page_slots[num_pages:], [s for s in plan.states if s not in states])
-        self._flushed_plans.discard(plan.serial)
-        self._slots.unpin(plan.prefix)
+        self._stores.commit(plan)
 
     def abandon(self, plan: StorePlan) -> None:
         """The copy failed or will not be made, and nothing writes to the plan's rows any more.
@@ -313,49 +224,12 @@ class PrefixCache:
         Raises:
             KeyError: the plan was committed or abandoned before.
         """
-        self._end(plan)
-        self._flushed_plans.discard(plan.serial)
-        self._free(plan.page_slots, plan.states)
-        self._slots.unpin(plan.prefix)
-
-    def _commit_pages(self, plan: StorePlan) -> int:
-        indexes = plan.page_indexes.tolist()
-        return self._slots.publish_pages(
-            plan.page_slots,
-            [plan.keys[page] for page in indexes],
-            [plan.keys[page - 1] if page else None for page in indexes],
-            plan.stamp,
-        )
-
-    def _end(self, plan: StorePlan) -> None:
-        del self._plans[plan.serial]
-        self._pending_bytes -= plan.num_bytes
-        if plan.serial not in self._flushed_plans:
-            self._storing_pages.difference_update(plan.keys[p] for p in plan.page_indexes.tolist())
-            self._storing_states.difference_update(self._state_key(plan, s) for s in plan.states)
-
-    def _free(self, pages: SlotArray, states: Sequence[AnchorState]) -> None:
-        self._slots.free_pages(pages)
-        self._slots.free_states(np.array([state.slot for state in states], np.int32))
-
-    def _has_state(self, key: bytes) -> bool:
-        """Whether the prefix has a state, or will have."""
-        page = self._slots.index.page(key)
-        stored = page is not None and self._slots.index.state(page) != NO_SLOT
-        return stored or key in self._storing_states
-
-    def _state_key(self, plan: StorePlan, state: AnchorState) -> bytes:
-        return plan.keys[state.position // self._page_tokens - 1]
-
-    def _skip(self, reason: SkipReason) -> None:
-        self._counts.skipped_stores[reason] = self._counts.skipped_stores.get(reason, 0) + 1
+        self._stores.abandon(plan)
 
     def flush(self) -> None:
         """Forget everything. Hits go on reading their rows; stores under way will not be served."""
         self._counts.flushes += 1
-        self._flushed_plans.update(self._plans)
-        self._storing_pages.clear()
-        self._storing_states.clear()
+        self._stores.flush()
         self._slots.flush()
 
     # ---- prefills under way -------------------------------------------------------------------
@@ -399,7 +273,7 @@ class PrefixCache:
             num_states=self._geometry.num_states,
             states_used=slots.index.num_states,
             states_free=slots.num_free_states,
-            pending_bytes=self._pending_bytes,
+            pending_bytes=self._stores.pending_bytes,
             oldest_page_seconds=0.0 if oldest is None else slots.seconds_since(oldest),
             recovered_pages=slots.recovered_pages,
             recovered_states=slots.recovered_states,
@@ -419,16 +293,7 @@ class PrefixCache:
 
     def recent_misses(self) -> list[MissRecord]:
         """Why the last misses missed, newest first; hits that a missing state cut short included."""
-        return [
-            MissRecord(
-                seconds_ago=self._slots.seconds_since(miss.stamp),
-                prompt_tokens=miss.prompt_tokens,
-                hit_tokens=miss.hit_tokens,
-                matched_tokens=miss.matched_tokens,
-                reason=miss.reason,
-            )
-            for miss in reversed(self._misses)
-        ]
+        return self._misses.records(self._slots.seconds_since)
 
     def check_integrity(self) -> None:
         """Verify everything, O(slots): for tests and idle moments.
@@ -436,20 +301,5 @@ class PrefixCache:
         Raises:
             AssertionError: something is wrong; the message says what.
         """
-        plans = list(self._plans.values())
-        uses = [hit.prefix for hit in self._hits.values()] + [plan.prefix for plan in plans]
-        pages = [slot for plan in plans for slot in plan.page_slots.tolist()]
-        states = [state.slot for plan in plans for state in plan.states]
-        self._slots.check_integrity(uses, np.array(pages, np.int32), np.array(states, np.int32))
+        self._stores.check_integrity([hit.prefix for hit in self._hits.values()])
         self._announcements.check_integrity()
-        live = [plan for plan in plans if plan.serial not in self._flushed_plans]
-        storing = [plan.keys[page] for plan in live for page in plan.page_indexes.tolist()]
-        anchors = [self._state_key(plan, state) for plan in live for state in plan.states]
-        if sorted(storing) != sorted(self._storing_pages):
-            raise AssertionError("a page is being stored twice, or not by a plan")
-        if sorted(anchors) != sorted(self._storing_states):
-            raise AssertionError("a state is being stored twice, or not by a plan")
-        if self._pending_bytes != sum(plan.num_bytes for plan in plans):
-            raise AssertionError("the pending bytes are not those of the plans")
-        if not self._flushed_plans <= self._plans.keys():
-            raise AssertionError("a plan that is over is remembered as flushed")

@@ -204,7 +204,7 @@ class InstanceConfig:
             group=_ENGINE,
             validator=Number(gte=0),
             help="DeepSeek-V4.1: the last tokens of a prompt that the decoder layers run on "
-            "(bounded replay). 0: all of them, and no prefix cache.",
+            "(bounded replay). 0: all of them, which is refused unless --hicache-size-gb is 0 too.",
         ),
     ] = 140
     deterministic: Annotated[

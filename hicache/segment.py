@@ -53,12 +53,7 @@ def reserve_segment(fd: int, num_bytes: int, available_bytes: int) -> None:
     found = os.fstat(fd)
     if found.st_size == num_bytes and found.st_blocks * _BLOCK >= num_bytes:
         return
-    wanted = num_bytes - min(found.st_blocks * _BLOCK, num_bytes)
-    if wanted > available_bytes:
-        raise _too_large(num_bytes, f"{available_bytes / GIB:.2f} GiB are available")
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    if limit != resource.RLIM_INFINITY and num_bytes > limit:
-        raise _too_large(num_bytes, f"the limit on file sizes (ulimit -f) is {limit / GIB:.2f} GiB")
+    check_segment(fd, num_bytes, available_bytes)
     try:
         if found.st_size > num_bytes:
             os.ftruncate(fd, num_bytes)
@@ -69,6 +64,20 @@ def reserve_segment(fd: int, num_bytes: int, available_bytes: int) -> None:
         raise _too_large(
             num_bytes, f"the operating system gives no more ({error.strerror})"
         ) from error
+
+
+def check_segment(fd: int, num_bytes: int, available_bytes: int) -> None:
+    """Whether `reserve_segment` would find room now. Takes nothing.
+
+    Raises:
+        HostPoolError: it would not.
+    """
+    wanted = num_bytes - min(os.fstat(fd).st_blocks * _BLOCK, num_bytes)
+    if wanted > available_bytes:
+        raise _too_large(num_bytes, f"{available_bytes / GIB:.2f} GiB are available")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit != resource.RLIM_INFINITY and num_bytes > limit:
+        raise _too_large(num_bytes, f"the limit on file sizes (ulimit -f) is {limit / GIB:.2f} GiB")
 
 
 def _too_large(num_bytes: int, found: str) -> HostPoolError:

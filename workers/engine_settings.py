@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from hicache.copy_choice import CopyChoice
+    from workers.engine import CacheLayout
     from workers.settings import Accelerator, KVDType, LoadFormat
 
 
@@ -45,3 +46,6 @@ class EngineSettings:
     """A host prefix cache stores pages and states of this engine."""
     hicache_copy: CopyChoice = "auto"
     """How pages travel between a GPU and the host prefix cache."""
+    check_layout: Callable[[CacheLayout], object] = lambda _layout: None
+    """Called by an engine that knows its cache layout before it loads the weights, to have what cannot be
+    served refused by then (`ModelLoadError`). The fingerprint is not final yet."""

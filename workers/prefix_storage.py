@@ -9,6 +9,7 @@ from typing import Final
 from hicache.errors import HostPoolError
 from hicache.host_pool import HostPool, PoolGeometry
 from hicache.prefix_cache import PrefixCache
+from hicache.segment import check_segment
 from transport.cache_report import CacheContent, PrefixMiss, PrefixUse
 from transport.messages import CacheAction
 from transport.telemetry import MetricSet
@@ -108,13 +109,13 @@ class PrefixStorage:
         self._cache.check_integrity()
 
 
-def open_prefix_storage(order: PoolOrder, engine: Engine, metrics: MetricSet) -> PrefixStorage:
-    """Map this rank's pool and serve what a former worker left in it.
+def check_prefix_storage(order: PoolOrder, layout: CacheLayout) -> PoolGeometry:
+    """The pool that `order` gives for `layout`; told as early as the layout is known, since loading the
+    weights takes long. Its fingerprint need not be final yet.
 
     Raises:
         ModelLoadError: the pool cannot be had, or the model's prefixes cannot be reused as it is run.
     """
-    layout = engine.info.layout
     if layout.state_bytes and not layout.keep_tokens:
         raise ModelLoadError(
             "The prefix cache needs this model's bounded replay, which --yoco-keep-tokens 0 turns "
@@ -128,6 +129,21 @@ def open_prefix_storage(order: PoolOrder, engine: Engine, metrics: MetricSet) ->
             layout.stored_state_bytes,
             order.states,
         )
+        check_segment(order.fd, geometry.total_bytes, available_host_memory())
+    except HostPoolError as error:
+        raise ModelLoadError(str(error)) from error
+    return geometry
+
+
+def open_prefix_storage(order: PoolOrder, engine: Engine, metrics: MetricSet) -> PrefixStorage:
+    """Map this rank's pool and serve what a former worker left in it.
+
+    Raises:
+        ModelLoadError: see `check_prefix_storage`.
+    """
+    layout = engine.info.layout
+    geometry = check_prefix_storage(order, layout)
+    try:
         pool = HostPool(order.fd, geometry, available_host_memory())
         copies = engine.cache_copies(pool)
     except (HostPoolError, EngineError) as error:

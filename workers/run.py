@@ -22,7 +22,12 @@ from workers.daemon_inbox import DaemonInbox
 from workers.engine import Engine, EngineError, ModelLoadError
 from workers.engine_settings import EngineSettings
 from workers.fake_engine import FakeEngine, FakeEngineSettings
-from workers.prefix_storage import PoolOrder, PrefixStorage, open_prefix_storage
+from workers.prefix_storage import (
+    PoolOrder,
+    PrefixStorage,
+    check_prefix_storage,
+    open_prefix_storage,
+)
 from workers.scheduler import Scheduler
 from workers.settings import WorkerSettings
 from workers.worker import RouterRefusedError, Worker, WorkerTelemetry
@@ -111,11 +116,18 @@ def open_prefixes(
     Raises:
         ModelLoadError: it cannot be had.
     """
-    if settings.hicache_fd is None:
+    order = pool_order(settings)
+    if order is None:
         return None
     link.set_state("loading", "reserving memory for the prefix cache")
-    order = PoolOrder(settings.hicache_fd, settings.hicache_bytes, settings.hicache_states)
     return open_prefix_storage(order, engine, metrics)
+
+
+def pool_order(settings: WorkerSettings) -> PoolOrder | None:
+    """The pool of this rank's prefix cache; None: there is none."""
+    if settings.hicache_fd is None:
+        return None
+    return PoolOrder(settings.hicache_fd, settings.hicache_bytes, settings.hicache_states)
 
 
 def create_engine(settings: WorkerSettings, link: DaemonLink) -> Engine:
@@ -136,7 +148,7 @@ def create_engine(settings: WorkerSettings, link: DaemonLink) -> Engine:
                 step_seconds=settings.fake_step_seconds,
             )
         )
-    # Imported here: the fake engine, and so every protocol test, starts without torch.
+    order = pool_order(settings)
     wanted = EngineSettings(
         model_dir=settings.model_dir,
         accelerator=settings.accelerator,
@@ -154,9 +166,11 @@ def create_engine(settings: WorkerSettings, link: DaemonLink) -> Engine:
         keep_tokens=settings.keep_tokens,
         deterministic=settings.deterministic,
         hf_overrides=settings.hf_overrides,
-        stores_prefixes=settings.hicache_fd is not None,
+        stores_prefixes=order is not None,
         hicache_copy=settings.hicache_copy,
+        check_layout=lambda layout: order and check_prefix_storage(order, layout),
     )
+    # Imported here: the fake engine, and so every protocol test, starts without torch.
     if model_type(settings.model_dir) in DEEPSEEK_V41_TYPES:
         from workers.models.deepseek_v41.engine import create_deepseek_v41_engine  # noqa: PLC0415
 

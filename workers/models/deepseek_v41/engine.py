@@ -107,11 +107,17 @@ def create_deepseek_v41_engine(settings: EngineSettings) -> DeepseekV41Engine:
         config.check_keep_tokens(settings.keep_tokens)
     name = _dtype_name(settings, config, device)
     kv_format = _kv_format(settings, config, name)
+    layout = build_serving_layout(
+        config, kv_format, settings.keep_tokens, store_anchors=settings.stores_prefixes
+    )
+    settings.check_layout(
+        build_cache_layout(config, layout, settings.keep_tokens, name, identity="")
+    )
     settings.report(f"loading deepseek_v41 weights as {name} to {device}, KV cache {kv_format}")
     with torch.inference_mode():
-        parts, identity = _load(settings, config, getattr(torch, name), kv_format, device)
+        parts, identity = _load(settings, config, layout, getattr(torch, name), device)
     info = EngineInfo(
-        layout=build_cache_layout(config, parts.layout, settings.keep_tokens, name, identity),
+        layout=build_cache_layout(config, layout, settings.keep_tokens, name, identity),
         num_pages=0,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=_context_length(settings, config),
@@ -163,8 +169,8 @@ def _context_length(settings: EngineSettings, config: ModelConfig) -> int:
 def _load(
     settings: EngineSettings,
     config: ModelConfig,
+    layout: ServingLayout,
     dtype: torch.dtype,
-    kv_format: KVFormat,
     device: torch.device,
 ) -> tuple[_Parts, str]:
     """The parts, and a digest of weights and token map."""
@@ -187,9 +193,7 @@ def _load(
     parts = _Parts(
         settings=settings,
         model=model,
-        layout=build_serving_layout(
-            config, kv_format, settings.keep_tokens, store_anchors=settings.stores_prefixes
-        ),
+        layout=layout,
         hashing=None if token_map is None else EngramHash(config, token_map),
         tables=tables,
         # After the weights: both come from the same disk.

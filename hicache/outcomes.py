@@ -30,6 +30,7 @@ class SkipReason(StrEnum):
     PREFIX_LOST = "prefix lost meanwhile"
     """Pages before these were being stored by another plan, which failed, or were evicted since."""
     FLUSHED = "flushed meanwhile"
+    COPY_FAILED = "copy failed"
 
 
 @dataclass(frozen=True)

@@ -219,7 +219,7 @@ class PrefixCache:
         self._stores.commit(plan)
 
     def abandon(self, plan: StorePlan) -> None:
-        """The copy failed or will not be made, and nothing writes to the plan's rows any more.
+        """The copy failed, and nothing writes to the plan's rows any more.
 
         Raises:
             KeyError: the plan was committed or abandoned before.

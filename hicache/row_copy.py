@@ -27,6 +27,9 @@ class RowCopier(Protocol):
         """Copy host row `host_rows[i]` into device row `device_rows[i]`, for all i.
 
         What the device runs later reads the new rows. Host rows must stay as they are until `done`.
+
+        Raises:
+            HostPoolError: the device refuses.
         """
         ...
 
@@ -35,6 +38,9 @@ class RowCopier(Protocol):
 
         It reads what the device wrote before the call. `before_overwrite` keeps it apart from what
         the device runs later.
+
+        Raises:
+            HostPoolError: the device refuses; no byte is under way.
         """
         ...
 

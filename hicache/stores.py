@@ -156,6 +156,7 @@ class Stores:
     def abandon(self, plan: StorePlan) -> None:
         """See `PrefixCache.abandon`."""
         self._end(plan)
+        self._skip(SkipReason.COPY_FAILED)
         self._leave(plan, plan.page_slots, plan.states)
 
     def flush(self) -> None:

@@ -186,7 +186,8 @@ class StepResult:
 class CacheCopies(Protocol):
     """Copies between an engine's rows and a host pool's. They are ordered like steps: a step that is
     launched later reads what a load brings, and a store reads what the steps before it wrote, whatever
-    later steps write."""
+    later steps write. All of them may raise `HostPoolError`: the device refuses, and no byte is under
+    way."""
 
     def load_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
         """Host row `host_slots[i]` into page `pages[i]`."""

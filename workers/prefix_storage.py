@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from typing import Final
@@ -24,6 +25,8 @@ REPORT_SECONDS: Final = 0.5
 MAX_PENDING_BYTES: Final = 2 << 30
 SHOWN_PREFIXES: Final = 10
 SHOWN_MISSES: Final = 10
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,14 @@ class PrefixStorage:
         return content
 
     def close(self) -> None:
-        """Unmap the pool; what it holds stays. The engine is closed already. Idempotent."""
+        """Unmap the pool; what it holds stays. The engine is closed already."""
         self.transfers.close()
-        self._pool.close()
+        try:
+            self._pool.close()
+        except BufferError:
+            # So it is when the traceback of what ends this process still holds rows: that is the error
+            # to show. The mapping goes with the process.
+            log.debug("the host pool stays mapped until this process ends")
 
     def check_integrity(self) -> None:
         """Verify the whole cache.

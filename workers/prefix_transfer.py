@@ -6,22 +6,26 @@ turn of the worker's loop, also of an idle one.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
 
+from hicache.errors import HostPoolError
 from hicache.host_pool import HostPool
 from hicache.outcomes import Hit
 from hicache.prefix_cache import PrefixCache
 from hicache.row_copy import PendingCopy
-from workers.engine import CacheCopies, PrefixLoad, PrefixStore
+from workers.engine import CacheCopies, EngineError, PrefixLoad, PrefixStore
 
 Direction = Literal["up", "down"]
 DIRECTIONS: Final[tuple[Direction, ...]] = ("up", "down")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -39,6 +43,8 @@ class _Transfer:
     copies: tuple[PendingCopy, ...]
     num_bytes: int
     started: float
+    is_whole: bool = True
+    """Whether all of its copies could be started."""
 
 
 class PrefixTransfers:
@@ -49,6 +55,7 @@ class PrefixTransfers:
         self._geometry = pool.geometry
         self._copies: CacheCopies | None = copies
         self._open: deque[_Transfer] = deque()
+        self._has_failed = False
         self.counts = {direction: TransferCounts() for direction in DIRECTIONS}
 
     @property
@@ -62,31 +69,54 @@ class PrefixTransfers:
         self._copies = None
 
     def load(self, loads: Iterable[PrefixLoad]) -> None:
-        """Start the copies that a plan needs before it is launched."""
+        """Start the copies that a plan needs before it is launched.
+
+        Raises:
+            EngineError: the device refuses. The plan counts on these rows; the cache is empty now.
+        """
         assert self._copies is not None
-        for slot, pages, hit in loads:
+        for load in loads:
             started = time.monotonic()
-            copies = [self._copies.load_pages(np.asarray(pages, np.int32), hit.page_slots)]
-            num_bytes = len(pages) * self._geometry.page_bytes
-            if hit.state_slot is not None:
-                copies.append(self._copies.load_state(slot, hit.num_tokens, hit.state_slot))
+            num_bytes = len(load.pages) * self._geometry.page_bytes
+            if load.hit.state_slot is not None:
                 num_bytes += self._geometry.state_bytes
-            self._open.append(_Transfer(hit, tuple(copies), num_bytes, started))
+            try:
+                copies = tuple(_start_load(self._copies, load))
+            except HostPoolError as error:
+                # The worker that comes next serves what the pool holds: it must not fail on the same
+                # prefix, so that its request is not lost.
+                self._cache.flush()
+                raise EngineError(f"A cached prefix cannot be loaded: {error}") from error
+            self._open.append(_Transfer(load.hit, copies, num_bytes, started))
         self.poll()  # on a CPU, they are over
 
     def store(self, stores: Iterable[PrefixStore]) -> None:
-        """Start the copies of what the launched plan computes."""
+        """Start the copies of what the launched plan computes. What the device refuses is skipped and
+        counted."""
         assert self._copies is not None
         for store in stores:
-            slot, pages, plan, _ = store
             started = time.monotonic()
-            table = np.asarray(pages, np.int32)
-            copies = [self._copies.store_pages(table[plan.page_indexes], plan.page_slots)]
-            copies += [
-                self._copies.store_state(slot, state.position, state.slot) for state in plan.states
-            ]
-            self._open.append(_Transfer(store, tuple(copies), plan.num_bytes, started))
+            copies: list[PendingCopy] = []
+            is_whole = True
+            try:
+                copies.extend(_start_store(self._copies, store))
+            except HostPoolError as error:
+                is_whole = False
+                self._cache.withdraw(store.announcement)
+                self._report(error)
+            num_bytes = store.plan.num_bytes
+            self._open.append(_Transfer(store, tuple(copies), num_bytes, started, is_whole))
         self.poll()
+
+    def _report(self, error: HostPoolError) -> None:
+        # What fails once mostly fails again, with every prompt.
+        if not self._has_failed:
+            self._has_failed = True
+            log.error(
+                "A prompt cannot be stored in the prefix cache; it is served without. Further "
+                "failures are counted in hicache_skipped_stores_total only. %s",
+                error,
+            )
 
     def poll(self) -> bool:
         """Finish what has arrived, in the order in which it was started. Whether anything has: a
@@ -98,6 +128,8 @@ class PrefixTransfers:
                 case Hit() as hit:
                     self._cache.release(hit)
                     self._count("up", transfer)
+                case PrefixStore(plan=plan) if not transfer.is_whole:
+                    self._cache.abandon(plan)
                 case PrefixStore(plan=plan, announcement=announcement):
                     self._cache.commit(plan)
                     self._cache.withdraw(announcement)
@@ -108,3 +140,19 @@ class PrefixTransfers:
         counts = self.counts[direction]
         counts.num_bytes += transfer.num_bytes
         counts.seconds += time.monotonic() - transfer.started
+
+
+def _start_load(copies: CacheCopies, load: PrefixLoad) -> Iterator[PendingCopy]:
+    slot, pages, hit = load
+    yield copies.load_pages(np.asarray(pages, np.int32), hit.page_slots)
+    if hit.state_slot is not None:
+        yield copies.load_state(slot, hit.num_tokens, hit.state_slot)
+
+
+def _start_store(copies: CacheCopies, store: PrefixStore) -> Iterator[PendingCopy]:
+    """The copies as they are started: whoever takes them has those before one that fails."""
+    slot, pages, plan, _ = store
+    table = np.asarray(pages, np.int32)
+    yield copies.store_pages(table[plan.page_indexes], plan.page_slots)
+    for state in plan.states:
+        yield copies.store_state(slot, state.position, state.slot)

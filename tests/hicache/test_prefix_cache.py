@@ -155,7 +155,7 @@ def test_pages_behind_a_failed_store_are_not_served(make_cache):
     small.cache.check_integrity()
     stats = small.cache.stats()
     assert (stats.pages_used, stats.pages_free) == (0, 50)
-    assert stats.counts.skipped_stores == {SkipReason.PREFIX_LOST: 1}
+    assert stats.counts.skipped_stores == {SkipReason.COPY_FAILED: 1, SkipReason.PREFIX_LOST: 1}
 
 
 def test_a_full_pool_skips_the_store_and_counts_it(make_cache):

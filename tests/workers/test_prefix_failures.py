@@ -1,0 +1,105 @@
+"""Copies that the device refuses: a store is skipped, a load ends the engine, and the cause is seen."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+
+from hicache.outcomes import SkipReason
+from hicache.segment import create_segment
+from transport.telemetry import MetricSet
+from workers.engine import EngineError
+from workers.fake_engine import FakeEngine, FakeEngineSettings
+from workers.prefix_storage import PoolOrder, open_prefix_storage
+
+COMMON = [1, 2, 3, 4, 5, 6, 7] * 6
+
+
+@pytest.mark.parametrize("call", ["store_pages", "store_state"])
+def test_a_store_that_fails_is_skipped_and_the_requests_go_on(make_rank, caplog, call):
+    rank = make_rank(5, 11, delay=3)
+    rank.copies.refused = {call}
+    prompts = [[*COMMON, number, number] for number in range(4)]
+    with caplog.at_level(logging.ERROR):
+        for number, prompt in enumerate(prompts):
+            rank.add(number, prompt, 3)
+        rank.run()
+    for number, prompt in enumerate(prompts):
+        assert rank.tokens_of(number) == rank.simulate(prompt, 3)
+    assert rank.cached_of(0, 1, 2, 3) == [0, 0, 0, 0]
+    stats = rank.cache.stats()
+    assert stats.counts.skipped_stores == {SkipReason.COPY_FAILED: 4}
+    assert (stats.pages_free, stats.states_free) == (stats.num_pages, stats.num_states)
+    rank.check_rest()
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1 and f"refuses to {call}" in told[0], "once, with its cause"
+
+
+def test_what_was_under_way_when_a_store_failed_arrives_before_its_slots_are_free(make_rank):
+    rank = make_rank(5, 11, delay=30)
+    rank.copies.refused = {"store_state"}
+    rank.add(0, [*COMMON, 0], 1)
+    for _ in range(10):
+        rank.turn()
+    assert rank.tokens_of(0)
+    stats = rank.cache.stats()
+    assert stats.num_pages - stats.pages_free == len(COMMON) // 8
+    rank.run()
+    assert rank.cache.stats().pages_free == stats.num_pages
+
+
+def test_after_a_store_that_failed_the_next_one_may_succeed(make_rank):
+    rank = make_rank()
+    rank.copies.refused = {"store_pages"}
+    rank.add(0, COMMON, 1)
+    rank.run()
+    rank.copies.refused = set()
+    for number in (1, 2):
+        rank.add(number, COMMON, 1)
+        rank.run()
+    assert rank.cached_of(0, 1, 2) == [0, 0, 40]
+
+
+@pytest.mark.parametrize("call", ["load_pages", "load_state"])
+def test_a_load_that_fails_ends_the_engine_but_not_the_next_one(rank_class, call):
+    """The step that is planned counts on its rows. The next worker computes the prompt."""
+    fd = create_segment("test")
+    for restart in range(2):
+        rank = rank_class(fd, 5, 11)
+        rank.copies.refused = {call}
+        if not restart:
+            rank.add(0, COMMON, 1)
+            rank.run()
+        rank.add(1, COMMON, 3)
+        if restart:
+            rank.run()
+            assert rank.tokens_of(1) == rank.simulate(COMMON, 3)
+        else:
+            with pytest.raises(EngineError, match=f"cannot be loaded.*refuses to {call}"):
+                rank.run()
+        rank.close()
+    os.close(fd)
+
+
+def test_closing_does_not_hide_why_the_worker_ends():
+    """The traceback of the error that ends it may hold rows of the pool."""
+    fd = create_segment("test")
+    engine = FakeEngine(FakeEngineSettings(100, 8, 2, 1024))
+    order = PoolOrder(fd, engine.info.layout.page_bytes * 4, 0)
+    storage = open_prefix_storage(order, engine, MetricSet())
+
+    def fail(copies) -> None:
+        raise ZeroDivisionError("the cause")
+
+    def serve() -> None:
+        try:
+            fail(storage.transfers._copies)
+        finally:
+            engine.close()
+            storage.close()
+
+    with pytest.raises(ZeroDivisionError, match="the cause"):
+        serve()
+    os.close(fd)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from hicache.outcomes import MissReason, SkipReason
+
 
 class CacheCounts(msgspec.Struct):
     """Totals since the start of this process."""
@@ -23,9 +25,9 @@ class CacheCounts(msgspec.Struct):
     evicted_states: int = 0
     """Those that went with their page included."""
     flushes: int = 0
-    misses: dict[str, int] = msgspec.field(default_factory=dict)
+    misses: dict[MissReason, int] = msgspec.field(default_factory=dict)
     """Lookups by reason."""
-    skipped_stores: dict[str, int] = msgspec.field(default_factory=dict)
+    skipped_stores: dict[SkipReason, int] = msgspec.field(default_factory=dict)
     """Prompts of which something was not stored, by reason."""
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hicache.outcomes import MissReason, SkipReason
+from workers.prefix_transfer import DIRECTIONS
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -16,7 +19,6 @@ class PrefixTelemetry:
     """Copies what cache and transfers count into the worker's metrics."""
 
     def __init__(self, metrics: MetricSet, page_tokens: int) -> None:
-        self._metrics = metrics
         self._page_tokens = page_tokens
         self._pages = metrics.gauge("hicache_pages")
         self._pages_used = metrics.gauge("hicache_pages_used")
@@ -38,6 +40,21 @@ class PrefixTelemetry:
         self._evicted_pages = metrics.counter("hicache_evicted_pages")
         self._evicted_states = metrics.counter("hicache_evicted_states")
         self._flushes = metrics.counter("hicache_flushes")
+        # All of them from the start: a rate over a counter that appears with its first event misses it.
+        self._misses = {
+            reason: metrics.counter("hicache_misses", reason.value) for reason in MissReason
+        }
+        self._skipped_stores = {
+            reason: metrics.counter("hicache_skipped_stores", reason.value) for reason in SkipReason
+        }
+        self._copied_bytes = {
+            direction: metrics.counter("hicache_copied_bytes", direction)
+            for direction in DIRECTIONS
+        }
+        self._copy_seconds = {
+            direction: metrics.counter("hicache_copy_seconds", direction)
+            for direction in DIRECTIONS
+        }
 
     def update(self, stats: CacheStats, copies: Mapping[Direction, TransferCounts]) -> None:
         """Bring everything up to date."""
@@ -54,13 +71,13 @@ class PrefixTelemetry:
         self._evicted_pages.value = counts.evicted_pages
         self._evicted_states.value = counts.evicted_states
         self._flushes.value = counts.flushes
-        for reason, times in counts.misses.items():
-            self._metrics.counter("hicache_misses", reason).value = times
-        for reason, times in counts.skipped_stores.items():
-            self._metrics.counter("hicache_skipped_stores", reason).value = times
+        for missed, times in counts.misses.items():
+            self._misses[missed].value = times
+        for skipped, times in counts.skipped_stores.items():
+            self._skipped_stores[skipped].value = times
         for direction, copied in copies.items():
-            self._metrics.counter("hicache_copied_bytes", direction).value = copied.num_bytes
-            self._metrics.counter("hicache_copy_seconds", direction).value = copied.seconds
+            self._copied_bytes[direction].value = copied.num_bytes
+            self._copy_seconds[direction].value = copied.seconds
 
     def _update_gauges(self, stats: CacheStats) -> None:
         self._pages.set(stats.num_pages)

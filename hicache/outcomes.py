@@ -26,7 +26,9 @@ class SkipReason(StrEnum):
 
     PENDING = "too many bytes pending"
     PAGES_PINNED = "pool full of pinned pages"
+    TOO_LONG = "prompt longer than the pool"
     STATES_PINNED = "all states pinned"
+    """Or there are fewer slots than a prompt has states."""
     PREFIX_LOST = "prefix lost meanwhile"
     """Pages before these were being stored by another plan, which failed, or were evicted since."""
     FLUSHED = "flushed meanwhile"

@@ -112,21 +112,33 @@ class Stores:
 
     def _choose(self, keys: tuple[bytes, ...], ends: list[int], stored: int) -> _Rows:
         """What to copy of a prompt whose first `stored` pages are there, as far as there is room."""
-        if self._has_states:
-            missing = [end for end in ends if not self._has_state(keys[end - 1])]
-            ends = missing[: self._slots.room_for_states]
-            if missing and not ends:
-                self._skip(SkipReason.STATES_PINNED)
-                return _NOTHING
-            keys = keys[: ends[0] if ends else 0]
         pages = [n for n in range(stored, len(keys)) if keys[n] not in self._storing_pages]
         room = self._slots.room_for_pages
+        if self._has_states:
+            reach = pages[room] if len(pages) > room else len(keys)
+            return self._choose_with_states(keys, ends, pages, reach)
         if len(pages) > room:
-            self._skip(SkipReason.PAGES_PINNED)
-            if self._has_states:  # a part is of no use without the state at its end
-                return _NOTHING
-            pages = pages[:room]
-        return _Rows(pages, ends)
+            self._skip(self._why_no_room(keys))
+        return _Rows(pages[:room], [])
+
+    def _choose_with_states(
+        self, keys: tuple[bytes, ...], ends: list[int], pages: list[int], reach: int
+    ) -> _Rows:
+        """As above. Only the first `reach` pages have room, and pages past the last state are of no use."""
+        missing = [end for end in ends if not self._has_state(keys[end - 1])]
+        fitting = [end for end in missing if end <= reach]
+        if len(fitting) < len(missing):
+            self._skip(self._why_no_room(keys))
+        chosen = fitting[: self._slots.room_for_states]
+        if len(chosen) < len(fitting):
+            self._skip(SkipReason.STATES_PINNED)
+        if not chosen:
+            return _NOTHING
+        return _Rows([page for page in pages if page < chosen[0]], chosen)
+
+    def _why_no_room(self, keys: tuple[bytes, ...]) -> SkipReason:
+        too_long = len(keys) > self._geometry.num_pages
+        return SkipReason.TOO_LONG if too_long else SkipReason.PAGES_PINNED
 
     def _has_state(self, key: bytes) -> bool:
         """Whether the prefix has a state, or will have."""

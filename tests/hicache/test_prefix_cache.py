@@ -183,6 +183,24 @@ def test_without_states_a_full_pool_keeps_the_beginning(make_cache):
     small = make_cache(num_pages=5)
     assert small.store(numbered(40))
     assert small.hit(numbered(40)) == 20
+    assert small.cache.stats().counts.skipped_stores == {SkipReason.TOO_LONG: 1}
+
+
+def test_with_states_a_prompt_longer_than_the_pool_keeps_what_has_a_state_and_fits(make_cache):
+    small = make_cache(num_pages=5, num_states=2)
+    assert small.cache.anchors(24) == (24, 20)
+    assert small.store(numbered(24))
+    assert small.hit(numbered(24)) == 20
+    stats = small.cache.stats()
+    assert (stats.pages_used, stats.states_used) == (5, 1)
+    assert stats.counts.skipped_stores == {SkipReason.TOO_LONG: 1}
+
+
+def test_a_state_without_room_is_counted_and_the_others_stored(make_cache):
+    small = make_cache(num_pages=40, num_states=1)
+    assert small.store(numbered(24))
+    assert small.hit(numbered(40)) == 24
+    assert small.cache.stats().counts.skipped_stores == {SkipReason.STATES_PINNED: 1}
 
 
 def test_with_states_a_prompt_that_does_not_fit_evicts_nothing(make_cache):
@@ -190,6 +208,7 @@ def test_with_states_a_prompt_that_does_not_fit_evicts_nothing(make_cache):
     small.store(numbered(16), anchors=(16,))
     assert not small.store(numbered(40, 100))
     assert small.hit(numbered(19)) == 16
+    assert small.cache.stats().counts.skipped_stores == {SkipReason.TOO_LONG: 1}
 
 
 def test_bytes_under_way_are_bounded(make_cache):

@@ -112,9 +112,9 @@ class PrefixIndex:
         """States that may be evicted."""
         return len(self._superseded_states) + len(self._needed_states)
 
-    def page(self, key: bytes) -> int | None:
-        """Slot of a page."""
-        return self._page_at.get(key)
+    def page(self, key: bytes) -> int:
+        """Slot of a page, or NO_SLOT."""
+        return self._page_at.get(key, NO_SLOT)
 
     def depth(self, page: int) -> int:
         """How many pages come before this one in its chain."""
@@ -125,7 +125,11 @@ class PrefixIndex:
         return self._state_of[page]
 
     def match(self, keys: Sequence[bytes]) -> SlotArray:
-        """Slots of the longest prefix of the chain `keys` that is there."""
+        """Slots of the longest prefix of the chain `keys` that is there.
+
+        It need not look at every key: a page is never there without its parent, as only leaves are
+        evicted and a page is inserted below one that is there. So the keys that are there come first.
+        """
         count = bisect_left(range(len(keys)), True, key=lambda at: keys[at] not in self._page_at)
         return np.fromiter(map(self._page_at.__getitem__, keys[:count]), np.int32, count)
 

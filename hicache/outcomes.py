@@ -52,9 +52,9 @@ class Hit:
         return self.prefix.pages
 
     @property
-    def state_slot(self) -> int | None:
-        """Host slot of the state at the end of the prefix; None where the model has none."""
-        return None if self.prefix.state < 0 else self.prefix.state
+    def state_slot(self) -> int:
+        """Host slot of the state at the end of the prefix; NO_SLOT where the model has none."""
+        return self.prefix.state
 
 
 @dataclass(frozen=True)

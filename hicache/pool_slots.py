@@ -121,7 +121,7 @@ class PoolSlots:
         added = 0
         for slot, key, parent in zip(slots.tolist(), keys, parents, strict=True):
             above = NO_SLOT if parent is None else self.index.page(parent)
-            if above is None:
+            if parent is not None and above == NO_SLOT:
                 break
             self.index.insert_page(key, above, slot, stamp)
             added += 1
@@ -138,7 +138,7 @@ class PoolSlots:
     def publish_state(self, slot: int, key: bytes, stamp: int) -> bool:
         """The state's row is whole; `key` is of the last page before it. False: that page is not there."""
         page = self.index.page(key)
-        if page is None:
+        if page == NO_SLOT:
             return False
         self.index.insert_state(page, slot, stamp)
         depth = np.array([self.index.depth(page)], np.uint32)
@@ -188,10 +188,10 @@ class PoolSlots:
         good: list[int] = []
         for found in table.valid_slots():
             parent = NO_SLOT if found.depth == 0 else index.page(found.parent)
-            whole = parent is not None and (
-                found.depth == 0 or index.depth(parent) + 1 == found.depth
+            whole = found.depth == 0 or (
+                parent != NO_SLOT and index.depth(parent) + 1 == found.depth
             )
-            if parent is not None and whole and found.key not in index:
+            if whole and found.key not in index:
                 index.insert_page(found.key, parent, found.slot, found.last_use)
                 good.append(found.slot)
                 self._last_stamp = max(self._last_stamp, found.last_use)
@@ -205,7 +205,7 @@ class PoolSlots:
         for found in table.valid_slots():
             page = index.page(found.key)
             if (
-                page is not None
+                page != NO_SLOT
                 and index.state(page) == NO_SLOT
                 and index.depth(page) == found.depth
             ):

@@ -143,7 +143,7 @@ class Stores:
     def _has_state(self, key: bytes) -> bool:
         """Whether the prefix has a state, or will have."""
         page = self._slots.index.page(key)
-        stored = page is not None and self._slots.index.state(page) != NO_SLOT
+        stored = page != NO_SLOT and self._slots.index.state(page) != NO_SLOT
         return stored or key in self._storing_states
 
     def commit(self, plan: StorePlan) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from hicache.errors import HostPoolError
 from hicache.host_pool import HostPool
+from hicache.index import NO_SLOT
 from hicache.outcomes import Hit
 from hicache.prefix_cache import PrefixCache
 from hicache.row_copy import PendingCopy
@@ -78,7 +79,7 @@ class PrefixTransfers:
         for load in loads:
             started = time.monotonic()
             num_bytes = len(load.pages) * self._geometry.page_bytes
-            if load.hit.state_slot is not None:
+            if load.hit.state_slot != NO_SLOT:
                 num_bytes += self._geometry.state_bytes
             try:
                 copies = tuple(_start_load(self._copies, load))
@@ -145,7 +146,7 @@ class PrefixTransfers:
 def _start_load(copies: CacheCopies, load: PrefixLoad) -> Iterator[PendingCopy]:
     slot, pages, hit = load
     yield copies.load_pages(np.asarray(pages, np.int32), hit.page_slots)
-    if hit.state_slot is not None:
+    if hit.state_slot != NO_SLOT:
         yield copies.load_state(slot, hit.num_tokens, hit.state_slot)
 
 

@@ -29,6 +29,7 @@ from hypothesis.stateful import (
 )
 
 from hicache.host_pool import HostPool, PoolGeometry
+from hicache.index import NO_SLOT
 from hicache.outcomes import Hit, StorePlan
 from hicache.prefix_cache import PrefixCache
 from hicache.segment import create_segment
@@ -164,7 +165,7 @@ class CheckedCache:
         pages = self.prefixes(prompt, num_tokens // PAGE)
         assert self.pages.issuperset(pages), "a page that was never stored"
         state = pages[-1] if self.sizes.num_states else None
-        assert (found.state_slot is None) == (state is None)
+        assert (found.state_slot == NO_SLOT) == (state is None)
         assert state is None or state in self.states, "a state that was never stored"
         reading = ReadingHit(found, pages, state)
         self.check_rows(reading)

@@ -10,6 +10,7 @@ import random
 import numpy as np
 import pytest
 
+from hicache.index import NO_SLOT
 from hicache.keys import PromptKeys
 from hicache.outcomes import Hit, Miss, MissReason, SkipReason
 
@@ -46,7 +47,7 @@ def test_a_hit_names_the_slots_of_its_pages_in_order(make_cache):
     small.cache.commit(plan)
     hit = lookup(small, numbered(12))
     assert hit.page_slots.tolist() == plan.page_slots[:2].tolist()
-    assert hit.state_slot is None
+    assert hit.state_slot == NO_SLOT
 
 
 def test_a_hit_ends_where_a_state_is(make_cache):

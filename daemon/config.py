@@ -123,7 +123,8 @@ class InstanceConfig:
             group=_MODEL,
             validator=_check_overrides,
             help="JSON object with entries of config.json to replace (nested ones are merged), "
-            "with --load-format dummy for experiments with shapes.",
+            "with --load-format dummy for experiments with shapes. Fewer num_hidden_layers cut "
+            "DeepSeek-V4.1 to the first layers of its two halves.",
         ),
     ] = ""
     max_model_len: Annotated[

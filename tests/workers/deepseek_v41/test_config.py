@@ -10,6 +10,8 @@ import pytest
 from workers.engine import ModelLoadError
 from workers.models.deepseek_v41.config import Quantization
 from workers.models.deepseek_v41.config_file import parse_config, read_config
+from workers.models.deepseek_v41.engram_hash import hash_constants
+from workers.models.deepseek_v41.layer_cut import cut_layers
 
 TINY = Path(__file__).parents[2] / "data" / "v41_tiny"
 QUANTISED = TINY.with_name("v41_tiny_quant")
@@ -142,7 +144,11 @@ def test_no_candidate_source_means_no_second_level(tree, value):
         ({"dtype": 16}, "dtype"),
         ({"hidden_size": 0}, "hidden_size"),
         ({"hc_eps": -1}, "hc_eps"),
-        ({"num_hidden_layers": 4}, "compress_ratios"),
+        ({"num_hidden_layers": 11}, "compress_ratios has 10 entries for 11 layers"),
+        ({"num_hidden_layers": 4, "compress_ratios": [0, 0, 2, 2, 1]}, "5 entries for 4 layers"),
+        ({"num_hidden_layers": 1}, "num_hidden_layers is 1, .* needs at least 2"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, .* needs at least 2"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True"),
         ({"compress_ratios": [0, 0, 4, 4, 2, 2, 1, 1, 1, 1]}, "compress_ratios"),
         ({"compress_ratios": [0, 2, 2, 2, 2, 2, 1, 1, 1, 1]}, "compress_ratios"),
         ({"compress_ratios": [0, 0, 2, 2, 2, 2, 1, 1, 1, 0]}, "compress_ratios"),
@@ -208,3 +214,74 @@ def test_a_replay_shorter_than_the_window_is_refused():
     config.check_keep_tokens(22, retractable_tokens=6)
     with pytest.raises(ModelLoadError, match="yoco_keep_tokens"):
         config.check_keep_tokens(21, retractable_tokens=6)
+
+
+@pytest.mark.parametrize(
+    ("count", "ratios", "kv_sources", "index_sources", "candidates", "engram"),
+    [
+        (39, [0, 0] + [2] * 18 + [1] * 19, [2, 8, 14, 20], [2, 8, 14, 20, 24, 28, 32, 36], 20, [1, 14]),
+        (18, [0, 0] + [2] * 7 + [1] * 9, [2, 8, 9], [2, 8, 9, 13, 17], 9, [1]),
+        (6, [0, 0, 2, 1, 1, 1], [2, 3], [2, 3], 3, [1]),
+        (4, [0, 0, 2, 1], [2, 3], [2, 3], 3, [1]),
+        (3, [0, 0, 1], [2], [2], 2, [1]),
+        (2, [0, 1], [1], [1], 1, []),
+    ],
+)  # fmt: skip
+def test_fewer_layers_are_the_first_ones_of_both_halves(
+    count, ratios, kv_sources, index_sources, candidates, engram
+):
+    whole, cut = read_config(RELEASED), read_config(RELEASED, {"num_hidden_layers": count})
+    assert cut == replace(
+        whole,
+        num_hidden_layers=count,
+        compress_ratios=tuple(ratios),
+        kv_source_layer_ids=tuple(kv_sources),
+        index_source_layer_ids=tuple(index_sources),
+        candidate_source_layer_id=candidates,
+        engram_layer_ids=tuple(engram),
+        engram_num_embeddings=whole.engram_num_embeddings[: len(engram)],
+    )
+    assert any(role.is_decoder for role in cut.roles)
+    assert not all(role.is_decoder for role in cut.roles)
+
+
+def test_every_number_of_layers_gives_a_model_with_both_halves():
+    for folder, whole in ((RELEASED, 40), (TINY, 10)):
+        for count in range(2, whole):
+            config = read_config(folder, {"text_config.num_hidden_layers": count})
+            assert 0 < config.first_decoder_layer < count == len(config.roles)
+            hash_constants(config)  # the tables that are left have the sizes that their hash needs
+
+
+def test_a_cut_comes_after_the_other_overrides():
+    overrides = {"num_hidden_layers": 6, "candidate_source_layer_id": -1, "hidden_size": 64}
+    config = read_config(RELEASED, overrides)
+    assert (config.hidden_size, config.candidate_source_layer_id) == (64, None)
+    assert len(config.compress_ratios) == 6
+
+
+def test_layers_that_are_spelt_out_are_not_cut(tree):
+    spelt = {
+        "num_hidden_layers": 3, "compress_ratios": [0, 2, 1], "kv_source_layer_ids": [1, 2],
+        "index_source_layer_ids": [1, 2], "candidate_source_layer_id": 2, "engram_layer_ids": [],
+        "engram_num_embeddings": [],
+    }  # fmt: skip
+    assert parse_config(tree, spelt).compress_ratios == (0, 2, 1)
+
+
+def test_an_engram_layer_after_one_that_is_cut_away_loses_its_table():
+    config = read_config(RELEASED)
+    tables = (*config.engram_num_embeddings, 1)
+    config = replace(config, engram_layer_ids=(1, 14, 21), engram_num_embeddings=tables)
+    assert cut_layers(config, 18).engram_layer_ids == (1,)
+
+
+def test_a_model_without_an_encoder_may_have_one_layer():
+    config = replace(
+        read_config(TINY), num_hidden_layers=2, compress_ratios=(1, 1), kv_source_layer_ids=(0,),
+        index_source_layer_ids=(0, 1), candidate_source_layer_id=0, engram_layer_ids=(),
+        engram_num_embeddings=(),
+    )  # fmt: skip
+    assert cut_layers(config, 1).compress_ratios == (1,)
+    with pytest.raises(ModelLoadError, match="at least 1"):
+        cut_layers(config, 0)

@@ -51,6 +51,32 @@ def test_random_weights_of_an_altered_shape_run(new_driver, model):
     assert len(tokens) == 3
 
 
+SMALL = {
+    "vocab_size": 512, "hidden_size": 64, "num_attention_heads": 8, "head_dim": 64,
+    "qk_rope_head_dim": 16, "q_lora_rank": 32, "o_lora_rank": 32, "index_n_heads": 4,
+    "index_head_dim": 32, "n_routed_experts": 8, "moe_intermediate_size": 64, "engram_head_dim": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layers", [2, 4, 18])
+def test_the_released_model_runs_cut_to_some_layers(new_driver, layers):
+    """With any tokenizer, since the weights are random; here there is none."""
+    driver = new_driver(
+        "v41_released",
+        load_format="dummy",
+        kv_dtype="auto",
+        keep_tokens=140,
+        hf_overrides={"num_hidden_layers": layers, **SMALL},
+    )
+    assert len(driver.engine._model.layers) == layers
+    prompt = driver.prompt(range(3, 303))
+    logits = driver.prefill(prompt, 200)
+    assert len(logits) == 140
+    tokens, decoded = driver.continue_greedily(prompt, logits[-1], 5)
+    assert decoded.isfinite().all()
+    assert len(tokens) == 5 and max(tokens) < 512
+
+
 def test_the_heaviest_steps_run(make_driver):
     """They are what a GPU's memory is planned with; all of their pages are page 0."""
     driver = make_driver(keep_tokens=24, stores_prefixes=True)

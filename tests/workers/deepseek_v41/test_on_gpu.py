@@ -1,11 +1,19 @@
 """The same model on a CUDA GPU."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from workers.engine import DecodeRow, StepPlan
+from workers.models.deepseek_v41.config_file import read_config
+from workers.models.deepseek_v41.dummy_weights import DummyWeights
+from workers.models.deepseek_v41.model import DeepseekV41
+from workers.models.deepseek_v41.serving_caches import ServingCaches
+from workers.models.deepseek_v41.serving_layout import build_serving_layout
+from workers.models.deepseek_v41.states import cut_state
+from workers.models.deepseek_v41.weights import weight_bytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -13,6 +21,9 @@ pytestmark = [
 ]
 
 LENGTHS = (37, 130, 300)
+RELEASED = Path(__file__).parents[2] / "data" / "v41_released"
+BESIDE_WEIGHTS = 8 << 30
+"""Room for steps, pages and states of a large model."""
 
 
 @pytest.mark.parametrize("keep", [0, 24])
@@ -79,3 +90,44 @@ def test_no_layer_waits_for_the_device(make_driver, golden):
 def test_the_pools_are_planned_from_the_free_memory(make_driver):
     driver = make_driver(accelerator="nvidia", kv_cache_gb=None, gpu_memory_utilization=0.5)
     assert driver.engine.info.num_pages == 4 * 512 // 128
+
+
+def test_caches_of_the_released_sizes():
+    layout = build_serving_layout(read_config(RELEASED), "compact", 140, store_anchors=True)
+    caches = ServingCaches(
+        read_config(RELEASED), layout, 8, 2, torch.device("cuda", 0), torch.bfloat16
+    )
+    assert caches.pages.nbytes == 8 * 114_048
+    assert cut_state(caches, 1, 256, 300).nbytes == 1_415_040
+
+
+@pytest.mark.parametrize(
+    ("layers", "page_bytes", "state_bytes"), [(4, 69_120, 212_256), (18, 92_160, 636_768)]
+)
+def test_the_released_dimensions_run(new_driver, layers, page_bytes, state_bytes):
+    """Random weights, cut to layers that fit: 18 fill a GPU of 139 GiB."""
+    config = read_config(RELEASED, {"num_hidden_layers": layers})
+    meta = DeepseekV41(config, torch.bfloat16, torch.device("cpu"))
+    needed = weight_bytes(meta, DummyWeights(config, "cpu"), torch.bfloat16)
+    if torch.cuda.mem_get_info(0)[0] < needed + BESIDE_WEIGHTS:
+        pytest.skip(f"needs {(needed + BESIDE_WEIGHTS) >> 30} GiB of GPU memory")
+    driver = new_driver(
+        "v41_released",
+        accelerator="nvidia",
+        dtype="bfloat16",
+        kv_dtype="auto",
+        load_format="dummy",
+        keep_tokens=140,
+        stores_prefixes=True,
+        hf_overrides={"num_hidden_layers": layers},
+    )
+    layout, caches = driver.engine.info.layout, driver.engine.caches
+    assert (layout.page_bytes, layout.stored_state_bytes) == (page_bytes, state_bytes)
+    assert caches.pages.nbytes == driver.engine.info.num_pages * page_bytes
+    prompt = driver.prompt(range(3, 303))
+    logits = driver.prefill(prompt, 200)
+    assert len(logits) == 140
+    assert driver.engine.cut_state(0, 256).nbytes == state_bytes
+    tokens, decoded = driver.continue_greedily(prompt, logits[-1], 8)
+    assert logits.isfinite().all() and decoded.isfinite().all()
+    assert len(set(tokens)) > 1

@@ -9,6 +9,7 @@ import pytest
 from workers.models.deepseek_v41 import cache_layout
 from workers.models.deepseek_v41.cache_layout import build_cache_layout
 from workers.models.deepseek_v41.config import ModelConfig, Quantization, RopeScaling
+from workers.models.deepseek_v41.layer_cut import cut_layers
 from workers.models.deepseek_v41.serving_layout import build_serving_layout
 
 KEEP = 140
@@ -41,6 +42,14 @@ def test_the_compact_formats_take_the_published_number_of_bytes():
     assert sum(prod(t.shape) * 4 for t in tails) == 86016
     assert layout.state_bytes == 2762 * 1056  # 40 rings and the tails, rounded up
     assert layout.state_bytes - (40 * 70752 + 86016) < 1056
+
+
+def test_a_cut_model_takes_the_bytes_of_the_layers_that_are_left():
+    """18 layers: an encoder of 9, in which two write an entry for 2 tokens, and a decoder of 9."""
+    layout = build_serving_layout(cut_layers(RELEASED, 18), "compact", KEEP, store_anchors=False)
+    assert layout.page_bytes == 80 * 1152  # 2 * 64 + 128 entries of 68 + 288 bytes, rounded up
+    assert 80 * 1152 - 256 * 356 in range(1152)
+    assert layout.stored_state_bytes == 9 * 70752
 
 
 @pytest.mark.parametrize(("kv_format", "size"), [("bfloat16", 2), ("float32", 4)])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from workers.engine import ModelLoadError
 from workers.models.deepseek_v41.config import ModelConfig, Quantization, RopeScaling
+from workers.models.deepseek_v41.layer_cut import cut_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -112,7 +113,8 @@ def read_config(model_dir: Path, overrides: Mapping[str, object] | None = None) 
 
     Args:
         overrides: published or flat names; nested, or with dots (`text_config.rope_scaling.factor`).
-            A name of `text_config` may stand by itself.
+            A name of `text_config` may stand by itself. Fewer `num_hidden_layers` without
+            `compress_ratios` cut the model, see `cut_layers`; other names then mean the whole one.
 
     Raises:
         ModelLoadError: the file is missing or no JSON object; a key is unknown or missing, has the
@@ -134,9 +136,22 @@ def parse_config(
 ) -> ModelConfig:
     """The configuration that `tree`, the content of a `config.json`, describes; see `read_config`."""
     sections = _sections(tree)
-    if overrides:
-        sections = sections.overridden_by(_sections(_expand_dots(overrides)))
-    return sections.build()
+    if not overrides:
+        return sections.build()
+    changed = _sections(_expand_dots(overrides))
+    count = _layers_to_keep(sections, changed)
+    if count is None:
+        return sections.overridden_by(changed).build()
+    del changed.text["num_hidden_layers"]
+    return cut_layers(sections.overridden_by(changed).build(), count)
+
+
+def _layers_to_keep(sections: _Sections, changed: _Sections) -> int | None:
+    """To how many layers the changes cut the model; None: they do not, or say themselves what each does."""
+    whole, wanted = (s.text.get("num_hidden_layers") for s in (sections, changed))
+    if type(whole) is not int or type(wanted) is not int or wanted >= whole:
+        return None
+    return None if "compress_ratios" in changed.text else wanted
 
 
 @dataclass

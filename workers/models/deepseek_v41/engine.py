@@ -27,7 +27,7 @@ from workers.models.deepseek_v41.engram_table import (
     open_engram_table,
     stored_tensors,
 )
-from workers.models.deepseek_v41.engram_token_map import load_token_map
+from workers.models.deepseek_v41.engram_token_map import dummy_token_map, load_token_map
 from workers.models.deepseek_v41.engram_warmup import EngramWarmup
 from workers.models.deepseek_v41.loading import load_model
 from workers.models.deepseek_v41.serving_caches import ServingCaches
@@ -175,15 +175,17 @@ def _load(
 ) -> tuple[_Parts, str]:
     """The parts, and a digest of weights and token map."""
     model_dir = Path(settings.model_dir)
-    token_map = load_token_map(model_dir, config) if config.engram_layer_ids else None
+    token_map: Tensor | None = None
     source: WeightSource
     tables: dict[int, EngramTable]
     table_tensors: list[StoredTensor] = []
     if settings.load_format == "dummy":
+        token_map = dummy_token_map(config) if config.engram_layer_ids else None
         source = DummyWeights(config, device)
         tables = {layer: DummyEngramTable(config, layer) for layer in config.engram_layer_ids}
         identity = "dummy"
     else:
+        token_map = load_token_map(model_dir, config) if config.engram_layer_ids else None
         checkpoint = open_checkpoint(model_dir, config)
         source = checkpoint
         tables = {layer: open_engram_table(checkpoint, layer) for layer in config.engram_layer_ids}

@@ -87,6 +87,11 @@ def token_map_from_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> torch
     return torch.tensor(token_map, dtype=torch.int64)
 
 
+def dummy_token_map(config: ModelConfig) -> torch.Tensor:
+    """A map for random weights, which go with any tokenizer."""
+    return torch.arange(config.vocab_size) % config.engram_compressed_vocab_size
+
+
 def _stored_map(path: Path, config: ModelConfig) -> torch.Tensor:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,5 @@
-"""The last lookups that loaded less than they might have, for people who ask why."""
+"""The last lookups that loaded less than they might have, for people who ask why. Not those of prompts
+that are too short for any hit: they would fill the list and tell nothing."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ _KEPT: Final = 64
 
 class _NotedMiss(NamedTuple):
     stamp: int
+    request_id: str
     prompt_tokens: int
     hit_tokens: int
     matched_tokens: int
@@ -29,6 +31,7 @@ class MissLog:
     def note(
         self,
         stamp: int,
+        request_id: str,
         *,
         prompt_tokens: int,
         hit_tokens: int,
@@ -36,7 +39,9 @@ class MissLog:
         reason: MissReason,
     ) -> None:
         """Keep one, of the time `stamp`."""
-        self._misses.append(_NotedMiss(stamp, prompt_tokens, hit_tokens, matched_tokens, reason))
+        self._misses.append(
+            _NotedMiss(stamp, request_id, prompt_tokens, hit_tokens, matched_tokens, reason)
+        )
 
     def records(self, seconds_since: Callable[[int], float]) -> list[MissRecord]:
         """All that are kept, newest first; `seconds_since` tells the age of a stamp."""
@@ -47,6 +52,7 @@ class MissLog:
                 hit_tokens=miss.hit_tokens,
                 matched_tokens=miss.matched_tokens,
                 reason=miss.reason,
+                request_id=miss.request_id,
             )
             for miss in reversed(self._misses)
         ]

@@ -101,8 +101,11 @@ class PrefixCache:
 
     # ---- loading ------------------------------------------------------------------------------
 
-    def lookup(self, prompt: PromptKeys) -> Hit | Miss:
-        """Find the longest prefix that may be loaded, and keep it there until `release`."""
+    def lookup(self, prompt: PromptKeys, request_id: str = "") -> Hit | Miss:
+        """Find the longest prefix that may be loaded, and keep it there until `release`.
+
+        `request_id` is told to those who ask why it missed.
+        """
         self._counts.lookups += 1
         self._counts.queried_tokens += prompt.num_tokens
         (pages, state), matched = self._find(prompt)
@@ -110,15 +113,15 @@ class PrefixCache:
         if num_tokens < matched:
             self._counts.capped_by_state += 1
             self._counts.capped_tokens += matched - num_tokens
-            self._note_miss(prompt, num_tokens, matched, MissReason.NO_STATE)
+            self._note_miss(request_id, prompt, num_tokens, matched, MissReason.NO_STATE)
         if num_tokens:
             return self._hit(PinnedPrefix(pages, state), num_tokens, matched)
         if matched:
             return self._miss(MissReason.NO_STATE, matched)
-        has_pages = self._most_pages(prompt.num_tokens) > 0
-        reason = MissReason.NO_PREFIX if has_pages else MissReason.TOO_SHORT
-        self._note_miss(prompt, 0, 0, reason)
-        return self._miss(reason, 0)
+        if not self._most_pages(prompt.num_tokens):
+            return self._miss(MissReason.TOO_SHORT, 0)
+        self._note_miss(request_id, prompt, 0, 0, MissReason.NO_PREFIX)
+        return self._miss(MissReason.NO_PREFIX, 0)
 
     def release(self, hit: Hit) -> None:
         """The hit's rows are not read any more.
@@ -164,9 +167,12 @@ class PrefixCache:
         self._counts.misses[reason] = self._counts.misses.get(reason, 0) + 1
         return Miss(reason, matched)
 
-    def _note_miss(self, prompt: PromptKeys, hit: int, matched: int, reason: MissReason) -> None:
+    def _note_miss(
+        self, request_id: str, prompt: PromptKeys, hit: int, matched: int, reason: MissReason
+    ) -> None:
         self._misses.note(
             self._slots.next_stamp(),
+            request_id,
             prompt_tokens=prompt.num_tokens,
             hit_tokens=hit,
             matched_tokens=matched,
@@ -292,7 +298,8 @@ class PrefixCache:
         ]
 
     def recent_misses(self) -> list[MissRecord]:
-        """Why the last misses missed, newest first; hits that a missing state cut short included."""
+        """Why the last misses missed, newest first; hits that a missing state cut short included, prompts
+        too short for any hit left out."""
         return self._misses.records(self._slots.seconds_since)
 
     def check_integrity(self) -> None:

@@ -69,3 +69,4 @@ class MissRecord(msgspec.Struct, frozen=True):
     hit_tokens: int
     matched_tokens: int
     reason: str
+    request_id: str

@@ -25,6 +25,7 @@ class PrefixMiss(msgspec.Struct, frozen=True):
     matched_tokens: int
     """Tokens whose pages were there; more than `hit_tokens` where a state was missing."""
     reason: str
+    request_id: str
 
 
 class CacheContent(msgspec.Struct, frozen=True):

@@ -49,7 +49,7 @@ class PrefixReuse:
         """
         if not sequence.uses_prefix_cache:
             return None
-        found = self._cache.lookup(self._hit_keys(sequence))
+        found = self._cache.lookup(self._hit_keys(sequence), sequence.key[0])
         hit = found if isinstance(found, Hit) else None
         reached = 0 if hit is None else hit.num_tokens
         sequence.checkpoint = found.matched_tokens if found.matched_tokens > reached else 0

@@ -90,6 +90,7 @@ class PrefixStorage:
                     miss.hit_tokens,
                     miss.matched_tokens,
                     miss.reason,
+                    miss.request_id,
                 )
                 for miss in self._cache.recent_misses()[:SHOWN_MISSES]
             ],

@@ -447,7 +447,7 @@ def test_prefix_caches_are_shown_with_what_saves_and_what_missed():
     content = CacheContent(
         enabled=True,
         top_prefixes=[PrefixUse(1280, 41, 3.0, True), PrefixUse(256, 2, 9.0, True)],
-        recent_misses=[PrefixMiss(12.0, 900, 256, 768, "capped by missing state")],
+        recent_misses=[PrefixMiss(12.0, 900, 256, 768, "capped by missing state", "cmpl-12ab")],
     )
     row = CacheRow(
         0, "worker/0", 1, 2, 0.5, 1, 4, 1, 0, 0, host_pages_used=50, host_pages_total=100,
@@ -457,7 +457,8 @@ def test_prefix_caches_are_shown_with_what_saves_and_what_missed():
     silent = msgspec.structs.replace(row, rank=1, process="worker/1", prefix_cache=None,
                                      problem="it is stopped")  # fmt: skip
     text = as_text(cache_view([row, silent]), width=100)
-    for shown in ("50 / 100", "3 / 8", "10 min", "87 %", "1,280", "capped by missing state"):
+    missed = ("capped by missing state", "cmpl-12ab")
+    for shown in ("50 / 100", "3 / 8", "10 min", "87 %", "1,280", *missed):
         assert shown in text
     assert text.index("1,280") < text.index("256")
     assert "worker/1 says nothing of its cache: it is stopped" in text

@@ -23,8 +23,8 @@ def keys_of(small, tokens: list[int], salt: str = "") -> PromptKeys:
     return small.cache.keys(np.array(tokens, np.int32), salt)
 
 
-def lookup(small, tokens: list[int], salt: str = "") -> Hit | Miss:
-    return small.cache.lookup(keys_of(small, tokens, salt))
+def lookup(small, tokens: list[int], salt: str = "", request_id: str = "") -> Hit | Miss:
+    return small.cache.lookup(keys_of(small, tokens, salt), request_id)
 
 
 # ---- how far a hit goes ---------------------------------------------------------------------------
@@ -329,6 +329,18 @@ def test_tokens_lost_for_want_of_a_state_are_counted_and_explained(make_cache):
     assert newest.reason == MissReason.NO_PREFIX and newest.prompt_tokens == 40
     assert (older.reason, older.hit_tokens, older.matched_tokens) == (MissReason.NO_STATE, 8, 16)
     assert round(older.seconds_ago) == 5
+
+
+def test_prompts_too_short_for_a_hit_leave_the_list_of_misses_to_those_that_tell_something(
+    make_cache,
+):
+    small = make_cache(num_pages=50)
+    lookup(small, numbered(40), request_id="long")
+    for length in range(1, 7):
+        for _ in range(20):
+            lookup(small, numbered(length), request_id="short")
+    assert [miss.request_id for miss in small.cache.recent_misses()] == ["long"]
+    assert small.cache.stats().counts.misses[MissReason.TOO_SHORT] == 120
 
 
 def test_top_prefixes_are_those_that_saved_most(make_cache):

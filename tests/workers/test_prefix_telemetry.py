@@ -30,3 +30,10 @@ def test_what_happened_is_told_by_reason(make_rank):
     telemetry.update(rank.cache.stats(), rank.transfers.counts)
     assert labels_of(metrics, "hicache_misses")[MissReason.NO_PREFIX.value] == 1
     assert labels_of(metrics, "hicache_skipped_stores")[SkipReason.COPY_FAILED.value] == 1
+
+
+def test_a_miss_names_its_request(make_rank):
+    rank = make_rank()
+    rank.add(7, [1] * 40, 1)
+    rank.run()
+    assert [miss.request_id for miss in rank.cache.recent_misses()] == ["r7"]

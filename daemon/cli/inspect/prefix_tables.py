@@ -73,9 +73,11 @@ def _misses(rows: list[CacheRow]) -> Iterator[RenderableType]:
         return
     misses.sort(key=lambda pair: pair[1].seconds_ago)
     table = plain_table()
-    for header in ("rank", "when", "prompt", "hit", "had pages for"):
+    for header in ("rank", "when", "prompt", "hit", "had pages"):
         table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("why not more")
+    table.add_column("why not more", no_wrap=True)
+    # It gives way to the others.
+    table.add_column("request", overflow="ellipsis", min_width=10)
     for rank, miss in misses[:SHOWN]:
         table.add_row(
             str(rank),
@@ -84,6 +86,7 @@ def _misses(rows: list[CacheRow]) -> Iterator[RenderableType]:
             number(miss.hit_tokens),
             number(miss.matched_tokens),
             miss.reason,
+            miss.request_id,
         )
     yield Text("\nthe last misses", "bold")
     yield table

@@ -15,9 +15,6 @@ class LruQueue:
     def __len__(self) -> int:
         return len(self._stamps)
 
-    def __contains__(self, item: int) -> bool:
-        return item in self._stamps
-
     def put(self, item: int, stamp: int) -> None:
         """Add the item, or change its stamp."""
         if self._stamps.get(item) == stamp:

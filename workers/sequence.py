@@ -89,11 +89,6 @@ class Sequence:
         return (self.priority, self.arrival, self.key)
 
     @property
-    def num_generated(self) -> int:
-        """Output tokens so far, wherever they were generated; collected ones only."""
-        return self.num_tokens - self.prompt_len
-
-    @property
     def may_decode(self) -> bool:
         """Whether another decode step can be planned now."""
         return (

@@ -66,6 +66,9 @@ class PrefixReuse:
 
     def drop(self, sequence: Sequence) -> None:
         """The sequence stops before its prompt is computed, or has stored it. Idempotent."""
+        if sequence.hit is not None:
+            self._cache.release(sequence.hit)
+            sequence.hit = None
         if sequence.announcement is not None:
             self._cache.withdraw(sequence.announcement)
             sequence.announcement = None

@@ -86,6 +86,7 @@ class _PromptBatch:
     chunks: list[PromptChunk] = field(default_factory=list)
     waiting: list[tuple[Sequence, int]] = field(default_factory=list)
     started: list[Sequence] = field(default_factory=list)
+    loads: list[PrefixLoad] = field(default_factory=list)
     stores: list[PrefixStore] = field(default_factory=list)
 
 
@@ -112,7 +113,6 @@ class Scheduler:
         self._running: list[Sequence] = []  # sorted by rank
         self._launched: deque[_Launched] = deque()
         self._prefixes = prefixes
-        self._loads: list[PrefixLoad] = []  # for the next plan
         self._decodes_since_prompt = prefill_any_interval
         self._next_step = 0
         self.counts = SchedulerCounts()
@@ -228,7 +228,7 @@ class Scheduler:
         plan = StepPlan(
             self._take_step(),
             prompts=tuple(batch.chunks),
-            loads=self._take_loads(),
+            loads=tuple(batch.loads),
             stores=tuple(batch.stores),
         )
         self._launched.append(_Launched(plan, batch.waiting, batch.started))
@@ -270,6 +270,10 @@ class Scheduler:
             replay_from=max(0, sequence.prompt_len - self._keep_tokens) if self._keep_tokens else 0,
         )
         batch.chunks.append(chunk)
+        if sequence.hit is not None:
+            pages = chunk.pages[: sequence.hit.num_tokens // self._page_tokens]
+            batch.loads.append(PrefixLoad(chunk.slot, pages, sequence.hit))
+            sequence.hit = None
         batch.budget -= stop - start
         self.counts.prompt_tokens += stop - start
         sequence.num_computed = stop
@@ -297,8 +301,7 @@ class Scheduler:
             self._prefixes.release(hit)
             hit = None
         if hit is not None:
-            assert sequence.slot is not None
-            self._loads.append(PrefixLoad(sequence.slot, tuple(sequence.pages), hit))
+            sequence.hit = hit
             sequence.num_computed = sequence.cached_tokens = hit.num_tokens
         self._prefixes.announce(sequence)
 
@@ -313,10 +316,6 @@ class Scheduler:
         if store is not None:
             assert sequence.slot is not None
             batch.stores.append(PrefixStore(sequence.slot, tuple(sequence.pages), *store))
-
-    def _take_loads(self) -> tuple[PrefixLoad, ...]:
-        loads, self._loads = tuple(self._loads), []
-        return loads
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a sequence a slot, if it is likely to get through its prompt with the pages there are:
@@ -372,12 +371,7 @@ class Scheduler:
             sequence.in_flight += 1
         if not rows:
             return None
-        plan = StepPlan(
-            self._take_step(),
-            decodes=tuple(rows),
-            new_pages=tuple(new_pages),
-            loads=self._take_loads(),
-        )
+        plan = StepPlan(self._take_step(), decodes=tuple(rows), new_pages=tuple(new_pages))
         self._launched.append(_Launched(plan, waiting, []))
         self._decodes_since_prompt += 1
         self.counts.decode_steps += 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hicache.keys import PromptKeys
-from hicache.outcomes import Announcement
+from hicache.outcomes import Announcement, Hit
 from transport.ids import ProcessName, RequestId
 from transport.messages import SamplingParams
 from workers.engine import TokenArray
@@ -65,6 +65,8 @@ class Sequence:
     """Whether a chunk was planned since it got its slot."""
     cached_tokens: int = 0
     """Prompt tokens that its latest start took from the prefix cache."""
+    hit: Hit | None = None
+    """What its first chunk starts from, until that is planned."""
     checkpoint: int = 0
     """Where a chunk must end, so that the state there can be stored: others have the pages up to
     here and only lacked a state. 0: nowhere."""

@@ -190,3 +190,34 @@ def test_a_request_may_stay_out_of_the_cache(make_rank):
     rank.add(4, prompt, 1)
     rank.run()
     assert rank.cached_of(2, 3, 4) == [0, 0, 48]
+
+
+def test_a_hit_that_was_not_loaded_yet_goes_with_its_sequence(make_rank):
+    """Its pages and its slot are others' then: no later step may load it there."""
+    rank = make_rank(5, 11)
+    prompt = [4] * 50
+    rank.add(0, prompt, 1)
+    rank.run()
+    scheduler = rank.scheduler
+    cover = scheduler._cover
+    # There are pages for what is loaded and none for the first chunk.
+    scheduler._cover = lambda sequence, start, stop: start if start else cover(sequence, 0, stop)
+    sequence = rank.add(1, prompt, 1)
+    assert scheduler.plan() is None
+    assert sequence.cached_tokens > 0 and rank.cache.stats().pages_pinned > 0
+    rank.cancel(1)
+    assert rank.cache.stats().pages_pinned == 0
+    scheduler._cover = cover
+    rank.add(2, [5] * 50, 1)
+    assert scheduler.plan().loads == ()
+
+
+def test_a_hit_is_loaded_with_the_first_chunk(make_rank):
+    rank = make_rank(5, 11)
+    prompt = [4] * 50
+    rank.add(0, prompt, 1)
+    rank.run()
+    sequence = rank.add(1, prompt, 1)
+    (load,) = rank.scheduler.plan().loads
+    assert (load.slot, load.hit.num_tokens) == (sequence.slot, sequence.cached_tokens)
+    assert list(load.pages) == sequence.pages[: load.hit.num_tokens // PAGE]

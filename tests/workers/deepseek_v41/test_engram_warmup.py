@@ -58,13 +58,15 @@ def test_every_byte_of_all_tables_is_read_once(tensors, reads, monkeypatch):
     assert sorted(
         at for offset, length in reads.spans for at in range(offset, offset + length)
     ) == sorted(wanted)
+    assert warmup.complete
     warmup.close()
 
 
 def test_one_process_of_a_host_reads_for_all(tensors, reads):
     with open(tensors[0].file, "rb") as another:
         fcntl.flock(another, fcntl.LOCK_EX)
-        assert EngramWarmup(tensors).wait(30)
+        other = EngramWarmup(tensors)
+        assert other.wait(30) and not other.complete
         assert reads.spans == []
     # It has ended: the next one looks after what it may have left.
     assert EngramWarmup(tensors).wait(30)
@@ -74,7 +76,7 @@ def test_one_process_of_a_host_reads_for_all(tensors, reads):
 def test_tables_larger_than_memory_are_left_on_the_disk(tensors, reads, monkeypatch, caplog):
     monkeypatch.setattr(engram_warmup, "available_host_memory", lambda: BYTES - 1)
     warmup = EngramWarmup(tensors)
-    assert warmup.wait(0)
+    assert warmup.wait(0) and not warmup.complete
     warmup.close()
     assert reads.spans == []
     assert "look-ups will often wait for the disk" in caplog.text
@@ -84,7 +86,7 @@ def test_closing_stops_it(tensors, monkeypatch):
     monkeypatch.setattr(engram_warmup, "_READ_BYTES", 1)
     warmup = EngramWarmup(tensors)
     warmup.close()
-    assert warmup.wait(0)
+    assert warmup.wait(0) and not warmup.complete
     warmup.close()
 
 

@@ -45,6 +45,8 @@ class EngramLookup:
             (max_num_seqs, hashing.look_back), BORDER, dtype=torch.int64, device="cpu"
         )
         self._known: dict[int, TokenArray] = {}
+        self._hinted: dict[int, int] = {}
+        """By slot: up to which position the rows of its prompt have been asked for ahead."""
 
     def begin(self, slot: int, known: TokenArray, start: int) -> None:
         """A sequence begins in `slot`; its tokens before `start` are not computed here.
@@ -55,6 +57,7 @@ class EngramLookup:
             start: position of the first token that is computed.
         """
         self._known[slot] = known
+        self._hinted[slot] = start
         tail = self._tails[slot]
         tail.fill_(BORDER)
         count = min(len(tail), start, len(known))
@@ -70,18 +73,24 @@ class EngramLookup:
         ids = []
         for slot, start, tokens in chunks:
             joined = torch.cat((self._tails[slot], self._compressed(tokens)))
-            ids.append(self._hash.row_ids(joined))
+            rows = self._hash.row_ids(joined)
+            ids.append(rows)
             self._tails[slot] = joined[len(joined) - self._hash.look_back :]
-            end = start + len(tokens)
-            self._prefetch(self._known[slot][end - self._hash.look_back : end + len(tokens)])
-        return self._embeddings(torch.cat(ids))
+            if self._hinted[slot] < start + len(tokens):
+                self._hint(rows)
+        embeddings = self._embeddings(torch.cat(ids))
+        for slot, start, tokens in chunks:
+            self._hint_next(slot, start + len(tokens), len(tokens))
+        return embeddings
 
     def decodes(self, slots: Sequence[int], tokens: Tensor) -> dict[int, Tensor]:
         """The same for one token a slot, int64 [B] on the host."""
         index = torch.tensor(slots, dtype=torch.int64)
         joined = torch.cat((self._tails[index], self._hash.compressed_ids(tokens)[:, None]), dim=1)
         self._tails[index] = joined[:, 1:]
-        return self._embeddings(self._hash.row_ids(joined)[:, 0])
+        rows = self._hash.row_ids(joined)[:, 0]
+        self._hint(rows)
+        return self._embeddings(rows)
 
     def close(self) -> None:
         """Let go of the tables."""
@@ -93,13 +102,30 @@ class EngramLookup:
     def _compressed(self, tokens: TokenArray) -> Tensor:
         return self._hash.compressed_ids(torch.from_numpy(tokens.copy()))
 
-    def _prefetch(self, tokens: TokenArray) -> None:
+    def _hint_next(self, slot: int, start: int, count: int) -> None:
         """Have the rows of what is probably the next chunk read from disk meanwhile."""
-        if len(tokens) <= self._hash.look_back:
+        back = self._hash.look_back
+        if start < back:  # it looks back to borders, too: left to that chunk itself
             return
-        row_ids = self._hash.row_ids(self._compressed(tokens))
+        tokens = self._known[slot][start - back : start + count]
+        self._hinted[slot] = start - back + len(tokens)
+        if len(tokens) > back and not self._all_in_memory:
+            self._hint(self._hash.row_ids(self._compressed(tokens)))
+
+    def _hint(self, row_ids: Tensor) -> None:
+        """Have rows [T,layers,rows] read from disk.
+
+        Worth it even right before they are looked up: a hint reads many at a time, the look-up waits
+        for one after the other.
+        """
+        if self._all_in_memory:
+            return
         for i, table in enumerate(self._tables.values()):
             table.prefetch(row_ids[:, i])
+
+    @property
+    def _all_in_memory(self) -> bool:
+        return self._warmup is not None and self._warmup.complete
 
     def _embeddings(self, row_ids: Tensor) -> dict[int, Tensor]:
         """By layer, of row ids [T,layers,rows]."""

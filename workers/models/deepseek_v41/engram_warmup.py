@@ -40,6 +40,8 @@ class EngramWarmup:
         self._total = sum(tensor.size for tensor in tensors)
         self._cancelled = threading.Event()
         self._thread: threading.Thread | None = None
+        self.complete = False
+        """Whether this object has read all of them."""
         available = available_host_memory()
         if self._total > available:
             _log.warning(
@@ -90,6 +92,7 @@ class EngramWarmup:
                         _log.info(
                             "Engram tables: %.1f of %.1f GB read", done / 1e9, self._total / 1e9
                         )
+        self.complete = True
         _log.info("Engram tables: %.1f GB read in %.1f s", done / 1e9, time.monotonic() - began)
 
 

@@ -7,13 +7,9 @@ the result.
 
 from __future__ import annotations
 
-import logging
-from collections import deque
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -40,28 +36,17 @@ from workers.engine import (
 )
 from workers.engine_settings import EngineSettings
 from workers.exact_step import ExactStep, TiledLayers
-from workers.host_memory import available_host_memory
-from workers.memory_plan import PoolPlan, host_pool_bytes, pages_for, plan_pool
-from workers.model_loader import LoadedConfig, load_config, load_model
+from workers.launched_steps import LaunchedSteps
+from workers.memory_plan import pages_for
+from workers.model_loader import load_config, load_model
 from workers.model_probe import model_logits, pin_rope, probe_model
 from workers.paged_attention import PagePool, SegmentedStep
+from workers.pool_sizing import allocating_pools, choose_context_length, size_pools
 from workers.sampler import SampledTokens, Sampler
 from workers.step_inputs import SlotTables
-from workers.trial_steps import heaviest_steps
-
-_log = logging.getLogger(__name__)
 
 _DEFAULT_CONTEXT: Final = 4096
 """Context length of a model whose configuration names none."""
-
-
-@dataclass(frozen=True)
-class _Running:
-    """A launched step: its tokens on their way to the host."""
-
-    step: int
-    sampled: SampledTokens
-    done: torch.cuda.Event | None
 
 
 class TorchEngine:
@@ -94,7 +79,7 @@ class TorchEngine:
         self._sampler: Sampler | None = Sampler(
             info.max_num_seqs, info.vocab_size, info.eos_token_ids, device
         )
-        self._running: deque[_Running] = deque()
+        self._launched = LaunchedSteps(device, info.pipeline_depth)
         self._hicache_copy: CopyChoice = hicache_copy
         self._pinned: PinnedPool | None = None
         self._copies: PageCopies | None = None
@@ -119,33 +104,12 @@ class TorchEngine:
         Raises:
             EngineError: the engine is closed, has too many steps running, or the device failed.
         """
-        if len(self._running) > self._info.pipeline_depth:
-            raise EngineError(
-                f"{len(self._running)} steps are running; collect one before the next launch."
-            )
-        try:
-            if self._copies is not None:
-                self._copies.before_step(plan)
-            with torch.inference_mode():
-                sampled = self._compute(plan)
-                done = None
-                if self._device.type == "cuda":
-                    sampled = sampled.to_host()
-                    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                    done.record()
-        except torch.OutOfMemoryError as error:
-            raise EngineError(
-                "The device ran out of memory during a step; lower the memory utilisation or the "
-                f"number of batched tokens ({error})."
-            ) from error
-        except RuntimeError as error:
-            if isinstance(error, EngineError):
-                raise
-            raise EngineError(f"The device failed during step {plan.step}: {error}") from error
-        self._running.append(_Running(plan.step, sampled, done))
+        self._launched.launch(plan.step, lambda: self._compute(plan))
 
-    def _compute(self, plan: StepPlan) -> SampledTokens:
+    def _compute(self, plan: StepPlan) -> tuple[list[int], SampledTokens]:
         model, tables, sampler = self._open()
+        if self._copies is not None:
+            self._copies.before_step(plan)
         sampler.observe(plan.prompts)
         inputs = tables.prepare(plan)
         attention = inputs.attention
@@ -157,28 +121,14 @@ class TorchEngine:
             model, inputs.input_ids, inputs.position_ids, attention, inputs.sample_rows
         )
         if not inputs.slots:
-            return SampledTokens(inputs.slot_index, [], [])
+            return [], SampledTokens(inputs.slot_index, [], [])
         sampled = sampler.sample(logits, inputs.slots, inputs.slot_index, inputs.positions)
         tables.last_token[inputs.slot_index] = sampled.tokens
-        return sampled
+        return inputs.slots, sampled
 
     def collect(self) -> StepResult:
         """See `Engine.collect`."""
-        if not self._running:
-            raise EngineError("No step is running.")
-        running = self._running.popleft()
-        if running.done is not None:
-            try:
-                running.done.synchronize()
-            except RuntimeError as error:
-                raise EngineError(
-                    f"The device failed during step {running.step}: {error}"
-                ) from error
-        return StepResult(
-            step=running.step,
-            tokens=running.sampled.tokens.numpy().astype(np.int32),
-            logprobs=running.sampled.host_logprobs(),
-        )
+        return self._launched.collect().result()
 
     def cache_copies(self, pool: HostPool) -> CacheCopies:
         """See `Engine.cache_copies`."""
@@ -199,7 +149,7 @@ class TorchEngine:
             torch.cuda.synchronize(self._device)
             self._pinned.close()
             self._pinned = self._copies = None
-        self._running.clear()
+        self._launched.clear()
         self._model = self._tables = self._sampler = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -256,7 +206,9 @@ def create_torch_engine(settings: EngineSettings) -> TorchEngine:
     with torch.inference_mode():
         model = load_model(loaded, model_dir, device, dtype, settings.load_format)
         vocab_size = probe_model(model, loaded, shapes, device)
-        max_model_len = _context_length(settings, loaded)
+        max_model_len = choose_context_length(
+            settings.max_model_len, loaded.max_position, _DEFAULT_CONTEXT
+        )
         rope = f":{max_model_len}" if pin_rope(model, max_model_len, device) else ""
         exact = _make_exact(model, device) if settings.deterministic else None
     identity = "dummy" if settings.load_format == "dummy" else weights_identity(model_dir)
@@ -272,15 +224,14 @@ def create_torch_engine(settings: EngineSettings) -> TorchEngine:
         pipeline_depth=0 if device.type == "cpu" else 1,
         device=str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
     )
-    settings.report("planning memory")
-    plan = _plan_memory(settings, model, info, device)
-    info = replace(info, num_pages=plan.num_pages, max_model_len=plan.max_model_len)
-    settings.report(
-        f"KV cache of {plan.num_pages} pages, {plan.num_pages * info.layout.page_tokens} tokens"
-    )
-    return TorchEngine(
-        model, _allocate_pool(info, device), info, device, exact, settings.hicache_copy
-    )
+
+    def open_engine(sized: EngineInfo) -> TorchEngine:
+        pool = PagePool(sized.layout, sized.num_pages, device)
+        return TorchEngine(model, pool, sized, device, exact, settings.hicache_copy)
+
+    info = size_pools(settings, info, device, open_engine)
+    with allocating_pools(info, device):
+        return open_engine(info)
 
 
 def leave_out_cudnn_attention() -> None:
@@ -315,77 +266,3 @@ def _kv_dtype(settings: EngineSettings, dtype: DTypeName) -> DTypeName:
             return "float32"
         case "auto":
             return dtype
-
-
-def _context_length(settings: EngineSettings, loaded: LoadedConfig) -> int:
-    limit = loaded.max_position
-    if settings.max_model_len is None:
-        return limit or _DEFAULT_CONTEXT
-    if limit is not None and settings.max_model_len > limit:
-        _log.warning(
-            "The context length of %d tokens exceeds the %d of the model's configuration; "
-            "output may degrade beyond that.",
-            settings.max_model_len,
-            limit,
-        )
-    return settings.max_model_len
-
-
-def _allocate_pool(info: EngineInfo, device: torch.device) -> PagePool:
-    try:
-        with torch.inference_mode():
-            return PagePool(info.layout, info.num_pages, device)
-    except (torch.OutOfMemoryError, RuntimeError) as error:
-        size = info.num_pages * info.layout.page_bytes / 2**30
-        raise ModelLoadError(
-            f"The KV cache of {size:.1f} GiB does not fit into the memory of {info.device}; lower "
-            "its size or the memory utilisation."
-        ) from error
-
-
-def _plan_memory(
-    settings: EngineSettings, model: nn.Module, info: EngineInfo, device: torch.device
-) -> PoolPlan:
-    layout = info.layout
-    if settings.kv_cache_gb is not None:
-        budget = int(settings.kv_cache_gb * 1e9)
-    elif device.type == "cpu":
-        pages = info.max_num_seqs * pages_for(info.max_model_len, layout.page_tokens)
-        budget = host_pool_bytes(available_host_memory(), pages * layout.page_bytes)
-    else:
-        peak = _measure_peak(settings, model, info, device)
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(device)
-        budget = int(free * settings.gpu_memory_utilization) - peak
-    return plan_pool(
-        max(0, budget),
-        layout.page_bytes,
-        layout.page_tokens,
-        info.max_model_len,
-        info.max_num_seqs,
-    )
-
-
-def _measure_peak(
-    settings: EngineSettings, model: nn.Module, info: EngineInfo, device: torch.device
-) -> int:
-    """Bytes that the largest prompt step and the largest decode step take beside weights and pool.
-
-    Both run against one single page that stands for every page of long sequences.
-    """
-    pool = PagePool(info.layout, 1, device)
-    engine = TorchEngine(model, pool, info, device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    try:
-        for plan in heaviest_steps(info, settings.max_batched_tokens):
-            engine.launch(plan)
-            engine.collect()
-    except EngineError as error:
-        raise ModelLoadError(
-            f"A trial step of {settings.max_batched_tokens} tokens failed; lower the number of "
-            f"batched tokens or the context length ({error})."
-        ) from error
-    peak = torch.cuda.max_memory_allocated(device) - before
-    _log.info("The largest step takes %.2f GiB beside weights and KV cache.", peak / 2**30)
-    return peak

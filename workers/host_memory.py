@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -13,8 +14,15 @@ OWN_CGROUPS: Final = Path("/proc/self/cgroup")
 
 
 def available_host_memory() -> int:
-    """Memory that can be had without swapping, in bytes: the machine's, or less by a cgroup's limit."""
-    return min([psutil.virtual_memory().available, *_left_in_cgroups()])
+    """Memory that can be had without swapping, in bytes: the machine's, or less by a limit on this process
+    (`ulimit -v`) or its cgroups."""
+    return min([psutil.virtual_memory().available, *_left_in_address_space(), *_left_in_cgroups()])
+
+
+def _left_in_address_space() -> Iterator[int]:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        yield max(limit - psutil.Process().memory_info().vms, 0)
 
 
 def _left_in_cgroups() -> Iterator[int]:

@@ -1,5 +1,6 @@
 """What may still be taken of a machine's memory."""
 
+import resource
 from types import SimpleNamespace
 
 import psutil
@@ -32,3 +33,13 @@ def test_the_tightest_cgroup_counts_and_file_cache_is_free(tmp_path, monkeypatch
     monkeypatch.setattr(host_memory, "CGROUPS", tmp_path)
     monkeypatch.setattr(host_memory, "OWN_CGROUPS", tmp_path / "own")
     assert available_host_memory() == 2 * GIB
+
+
+def test_a_limit_on_the_address_space_counts(monkeypatch, tmp_path):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 50))
+    monkeypatch.setattr(host_memory, "OWN_CGROUPS", tmp_path / "none")
+    own = psutil.Process().memory_info().vms
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (own + 8 * GIB, -1))
+    assert 7 * GIB < available_host_memory() <= 8 * GIB
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (GIB // 1024, -1))
+    assert available_host_memory() == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 from frontend.call import Call
 from transport.messages import StageTimes
@@ -20,11 +21,18 @@ def log_call(call: Call, method: str, route: str, now: float) -> None:
         usage = job.usage()
         parts.append(
             f"prompt={usage.prompt} completion={usage.completion} cached={usage.cached}"
-            f" finish={','.join(job.finish_reasons) or job.cancelled or 'error'}"
+            f" finish={_reasons(job.finish_reasons) or job.cancelled or 'error'}"
         )
         parts.extend(_stages(call, job.first_token_at))
     parts.append(f"total={_ms(call.received_at, now)}")
     log.info(" ".join(parts))
+
+
+def _reasons(reasons: list[str]) -> str:
+    """`stop` of one choice; of several how often each: a request may have more than a hundred."""
+    if len(reasons) <= 1:
+        return "".join(reasons)
+    return ",".join(f"{reason}:{count}" for reason, count in sorted(Counter(reasons).items()))
 
 
 def _stages(call: Call, first_token_at: float) -> list[str]:

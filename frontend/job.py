@@ -8,7 +8,7 @@ from typing import Protocol
 
 from frontend.choice_stream import ChoiceStream
 from frontend.errors import ApiError
-from frontend.generation import Generation, Listener
+from frontend.generation import Generation, Listener, RouterCommands
 from frontend.metrics import FrontendMetrics
 from frontend.request_schema.prompts import GenerationRequest
 from frontend.text_decoding import TokenTexts
@@ -20,23 +20,11 @@ CLOSE_SECONDS = 0.25
 """How long to wait for the router's stage times once the client has everything."""
 
 
-class JobRouter(Protocol):
+class JobRouter(RouterCommands, Protocol):
     """The part of the router's client that jobs need."""
 
     def submit(self, generation: Generation, message: Submit) -> None:
         """Hand a prompt in; raises ApiError (503) if the router does not take it."""
-        ...
-
-    def cancel(self, request_id: RequestId, index: int, cause: CancelCause) -> None:
-        """Stop one choice, or all."""
-        ...
-
-    def throttle(self, request_id: RequestId, index: int, paused: bool) -> None:
-        """Pause or resume a choice."""
-        ...
-
-    def forget(self, request_id: RequestId) -> None:
-        """Nothing more is wanted of this request."""
         ...
 
 
@@ -161,7 +149,7 @@ class Job:
     def give_up(self) -> None:
         """One prompt failed, so the others are of no use."""
         for generation in self.generations:
-            generation.cancel("client")
+            generation.cancel("failed")
 
     def close(self) -> None:
         """The answer is out: nothing is wanted of the router any more."""

@@ -68,7 +68,7 @@ class Services:
 
     def close_job(self, job: Job) -> None:
         """A job is over: stop what still runs of it, expect nothing more."""
-        job.cancel("client")
+        job.cancel("failed")  # a client that left has been noticed before
         job.close()
         self.jobs.discard(job)
         if not self.jobs:

@@ -16,7 +16,7 @@ import msgspec
 
 from transport.ids import ProcessName, RequestId
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 
 ALL_CHOICES: Final = -1
 """As a choice index: every choice of the request."""
@@ -26,7 +26,9 @@ PromptKind = Literal["chat", "text", "tokens"]
 ProcessState = Literal["starting", "loading", "ready", "draining", "stopping"]
 InstanceState = Literal["starting", "ready", "degraded", "draining"]
 CacheAction = Literal["report", "flush"]
-CancelCause = Literal["client", "stop", "slow_reader", "shutdown"]
+CancelCause = Literal["client", "stop", "slow_reader", "shutdown", "failed"]
+"""Why nobody wants the rest: the client left, a stop string was found, the client does not read, the
+instance stops, or the request failed on the server's side."""
 
 # Finish codes of a row of a `TokenBatch`.
 RUNNING: Final = 0

@@ -1,0 +1,53 @@
+"""How requests end that neither finish nor are left by their client, and what is noted of them."""
+
+from __future__ import annotations
+
+import re
+
+from frontend.replies import WholeReply
+from transport.messages import Cancel, RequestFailed, Submit
+
+COMPLETIONS = "/v1/completions"
+
+
+def test_what_the_server_gives_up_is_not_blamed_on_the_client(serve, request_http, script_class):
+    def script(submit: Submit, payload: bytes):
+        if payload == b"bad":
+            return script_class(error=RequestFailed(submit.request_id, 500, "broken", "Broken."))
+        return script_class(hang_after=1)
+
+    server = serve(script)
+    body = {"prompt": ["good", "bad"]}
+    assert request_http(server, "POST", COMPLETIONS, body).status == 500
+    server.wait_for(lambda: not server.services.jobs)
+    good = next(s.request_id for s in server.router.of_kind(Submit) if s.request_id.endswith("-0"))
+    assert [(c.request_id, c.cause) for c in server.router.of_kind(Cancel)] == [(good, "failed")]
+
+
+def test_a_fault_of_the_frontend_ends_the_work_as_failed(
+    serve, request_http, script_class, monkeypatch
+):
+    async def fault(_self: WholeReply) -> bytes:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(WholeReply, "result", fault)
+    server = serve(script_class(hang_after=1))
+    assert request_http(server, "POST", COMPLETIONS, {"prompt": "Hi"}).status == 500
+    server.wait_for(lambda: not server.services.jobs)
+    assert [c.cause for c in server.router.of_kind(Cancel)] == ["failed"]
+
+
+def test_the_log_counts_the_finish_reasons_of_many_choices(
+    serve, request_http, script_class, caplog
+):
+    def script(submit: Submit, payload: bytes):
+        return script_class(text="abc", eos=payload != b"long")
+
+    server = serve(script, max_choices=12)
+    with caplog.at_level("INFO", "frontend.access"):
+        body = {"prompt": ["short", "long", "short"], "n": 4}
+        assert request_http(server, "POST", COMPLETIONS, body).status == 200
+        assert request_http(server, "POST", COMPLETIONS, {"prompt": "short"}).status == 200
+        server.wait_for(lambda: len(caplog.messages) == 2)
+    reasons = [re.search(r"finish=(\S+)", line)[1] for line in caplog.messages]
+    assert reasons == ["length:4,stop:8", "stop"]

@@ -10,7 +10,7 @@ from typing import Self
 import zmq
 
 from daemon.errors import DeepInferError
-from daemon.run_directory import not_running, running_pid
+from daemon.run_directory import instance_name, not_running, running_pid
 
 
 class InstanceClient(ABC):
@@ -24,6 +24,7 @@ class InstanceClient(ABC):
         """
         self._run_dir, self._instance = run_dir, instance
         self._check_alive()
+        self._instance = instance_name(run_dir, instance)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def __enter__(self) -> Self:
@@ -51,7 +52,7 @@ class InstanceClient(ABC):
         """
         pid = running_pid(self._run_dir)
         if pid is None:
-            raise DeepInferError(not_running(self._instance))
+            raise DeepInferError(not_running(self._run_dir, self._instance))
         return pid
 
     def _other_version(self) -> DeepInferError:

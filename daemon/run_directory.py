@@ -11,7 +11,9 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import select
+import shlex
 import signal
 import stat
 import struct
@@ -29,11 +31,13 @@ SYSTEM_DIRECTORY: Final = Path("/run/deepinfer")
 LOCK_FILE: Final = "lock"
 PID_FILE: Final = "daemon.pid"
 CHILDREN_FILE: Final = "children.json"
+NAME_FILE: Final = "instance"
 LOG_FILE: Final = "deepinfer.log"
 OWN_FILES: Final = (
     "router.sock", "control.sock", "telemetry.sock", "tap.sock", CHILDREN_FILE,
-    f"{CHILDREN_FILE}.new", PID_FILE, LOG_FILE,
+    f"{CHILDREN_FILE}.new", PID_FILE, NAME_FILE, LOG_FILE,
 )  # fmt: skip
+_NOTIFY_FILE: Final = re.compile(r"n(\d+)\.sock")
 _LEFTOVER_SECONDS: Final = 10.0
 
 
@@ -106,6 +110,22 @@ def _read_pid(path: Path) -> int:
         return 0
 
 
+def instance_name(path: Path, asked: str) -> str:
+    """Name of the instance that runs in `path`; `asked` where none does, or has just begun."""
+    try:
+        return (path / NAME_FILE).read_text().strip() or asked
+    except OSError:
+        return asked
+
+
+def notify_path(path: Path) -> Path:
+    """The socket of `deepinfer start`, this process, to which the instance says that it is ready.
+
+    Its name is short, not longer than those of the instance's own: a path has at most 107 bytes.
+    """
+    return path / f"n{os.getpid()}.sock"
+
+
 def make_run_directory(path: Path) -> None:
     """Create the directory, mode 0700, or check that the one there is ours.
 
@@ -154,6 +174,7 @@ class RunDirectory:
             _end_leftover_children(path)
             directory._remove_files(keep=(LOG_FILE,))
             (path / PID_FILE).write_text(f"{os.getpid()}\n")
+            (path / NAME_FILE).write_text(f"{instance}\n")
         except BaseException:
             directory.close()
             raise
@@ -187,6 +208,12 @@ class RunDirectory:
             if name not in keep:
                 with contextlib.suppress(OSError):
                     (self.path / name).unlink()
+        with contextlib.suppress(OSError):
+            for entry in list(self.path.iterdir()):
+                # Of a `deepinfer start` that was killed; others may be waiting at theirs.
+                found = _NOTIFY_FILE.fullmatch(entry.name)
+                if found is not None and not psutil.pid_exists(int(found[1])):
+                    entry.unlink()
 
 
 def _whole_file_lock(kind: int) -> bytes:
@@ -202,7 +229,7 @@ def _take_lock(path: Path, instance: str) -> int:
             fcntl.fcntl(lock_fd, fcntl.F_OFD_SETLK, _whole_file_lock(fcntl.F_WRLCK))
         except (BlockingIOError, PermissionError):
             os.close(lock_fd)
-            raise DeepInferError(already_running(instance, _read_pid(path))) from None
+            raise DeepInferError(already_running(path, instance)) from None
         # The last holder may have removed the file between our open and our lock.
         try:
             if os.path.samestat(os.fstat(lock_fd), lock_path.stat()):
@@ -212,21 +239,39 @@ def _take_lock(path: Path, instance: str) -> int:
         os.close(lock_fd)
 
 
-def already_running(instance: str, pid: int) -> str:
+def already_running(path: Path, instance: str) -> str:
     """The sentence for a second start."""
+    pid, name = _read_pid(path), instance_name(path, instance)
     process = f" (process {pid})" if pid else ""
+    other = "--instance NAME" if _is_default(path, name) else "another --run-dir"
     return (
-        f"Instance {instance!r} is already running{process}: stop it with "
-        f"`deepinfer stop --instance {instance}`, or start another one with --instance NAME."
+        f"Instance {name!r} is already running{process}: stop it with "
+        f"`deepinfer stop {_target_options(path, name)}`, or start another one with {other}."
     )
 
 
-def not_running(instance: str) -> str:
+def not_running(path: Path, instance: str) -> str:
     """The sentence for a question to nobody."""
+    place = "" if _is_default(path, instance) else f" in {path}"
+    log = path / LOG_FILE
     return (
-        f"Instance {instance!r} is not running: start it with "
-        f"`deepinfer start --instance {instance}`."
+        f"Instance {instance!r} is not running{place}: start it with "
+        f"`deepinfer start {_target_options(path, instance)}`."
+        + (f" The log of its last run is {log}." if log.exists() else "")
     )
+
+
+def _is_default(path: Path, instance: str) -> bool:
+    """Whether commands find this run directory by the instance's name alone."""
+    return path in (_default_directory(instance), SYSTEM_DIRECTORY / instance)
+
+
+def _target_options(path: Path, instance: str) -> str:
+    """The options with which another command means the same instance."""
+    if _is_default(path, instance):
+        return f"--instance {instance}"
+    name = "" if instance == "default" else f"--instance {instance} "
+    return f"{name}--run-dir {shlex.quote(str(path))}"
 
 
 def _end_leftover_children(path: Path) -> None:

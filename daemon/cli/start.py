@@ -22,8 +22,10 @@ from daemon.run_directory import (
     already_running,
     choose_run_directory,
     make_run_directory,
+    notify_path,
     running_pid,
 )
+from daemon.stop_signals import StopRequested, StopSignals
 
 LOG_TAIL_LINES = 15
 POLL_SECONDS = 0.5
@@ -36,26 +38,28 @@ def start(config: InstanceConfig | None = None) -> None:
     """Start an instance in the background and wait until it serves.
 
     Its log goes to deepinfer.log in the run directory. Fails with the log's tail if it ends first.
+    Ctrl-C, SIGTERM and SIGHUP give the start up: what it has started ends too.
     """
     config = config or InstanceConfig()
     path = choose_run_directory(config.instance, config.run_dir)
-    pid = running_pid(path)
-    if pid is not None:
-        raise DeepInferError(already_running(config.instance, pid))
+    if running_pid(path) is not None:
+        raise DeepInferError(already_running(path, config.instance))
     make_run_directory(path)
     console = Console(highlight=False, soft_wrap=True)
-    # Short, and not longer than the instance's own sockets: a path has at most 107 bytes.
-    notify_path = path / f"n{os.getpid()}.sock"
+    signals = StopSignals()
     try:
         with (
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify,
             (path / LOG_FILE).open("a+b") as log_file,
         ):
-            notify.bind(str(notify_path))
-            child = _start_and_wait(log_file, notify, notify_path, config, console)
+            notify.bind(str(notify_path(path)))
+            child = _start_and_wait(log_file, notify, path, config, console, signals)
+    except StopRequested:
+        raise KeyboardInterrupt from None
     finally:
-        notify_path.unlink(missing_ok=True)
+        notify_path(path).unlink(missing_ok=True)
         _remove_if_nobody_runs(path, config.instance)
+        signals.close()
     console.print(
         f"Instance {config.instance!r} is ready (process {child.pid}, log {path / LOG_FILE})."
     )
@@ -64,16 +68,20 @@ def start(config: InstanceConfig | None = None) -> None:
 def _start_and_wait(
     log_file: BinaryIO,
     notify: socket.socket,
-    notify_path: Path,
+    path: Path,
     config: InstanceConfig,
     console: Console,
+    signals: StopSignals,
 ) -> subprocess.Popen[bytes]:
     log_start = log_file.tell()
-    child = _spawn(log_file, notify_path)
+    child = _spawn(log_file, path)
     try:
-        _wait_until_ready(child, notify, config, console)
+        # Outside of this block signals only count: nothing may interrupt the start and the end of
+        # the child.
+        with signals.interrupting():
+            _wait_until_ready(child, notify, config, console)
     except BaseException:
-        # Too late, or Ctrl-C: what was started here must not go on behind the user's back.
+        # Too late, or given up: what was started here must not go on behind the user's back.
         child.terminate()
         _end(child)
         raise
@@ -99,17 +107,24 @@ def _remove_if_nobody_runs(path: Path, instance: str) -> None:
             RunDirectory.lock(path, instance).close()
 
 
-def _spawn(log_file: BinaryIO, notify_path: Path) -> subprocess.Popen[bytes]:
+def _spawn(log_file: BinaryIO, path: Path) -> subprocess.Popen[bytes]:
     """The same command line with `serve` in the place of `start`, away from this terminal."""
-    arguments = ["serve" if word == "start" else word for word in sys.argv[1:2]] + sys.argv[2:]
+    arguments = serve_arguments(sys.argv[1:])
     return subprocess.Popen(
         [sys.executable, "-m", "daemon.cli.main", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=log_file,
         stderr=log_file,
         start_new_session=True,
-        env={**os.environ, "NOTIFY_SOCKET": str(notify_path), "DEEPINFER_QUIET_START": "1"},
+        env={**os.environ, "NOTIFY_SOCKET": str(notify_path(path)), "DEEPINFER_QUIET_START": "1"},
     )
+
+
+def serve_arguments(words: list[str]) -> list[str]:
+    """The arguments of the `serve` that does what `start` was told with `words`. The command comes
+    before its options, so the first `start` is the command; a later one is somebody's value."""
+    at = words.index("start")
+    return [*words[:at], "serve", *words[at + 1 :]]
 
 
 def _wait_until_ready(

@@ -19,6 +19,7 @@ ASK_SECONDS = 5.0
 class _Status(msgspec.Struct):
     """The part of the answer that is shown."""
 
+    instance: str
     state: str
     reason: str
     url: str
@@ -43,7 +44,7 @@ def status(
     else:
         colour = "green" if found.state == "ready" else "yellow"
         console.print(
-            f"[bold {colour}]{found.state}[/]  {target.instance}  {found.model} at {found.url}  "
+            f"[bold {colour}]{found.state}[/]  {found.instance}  {found.model} at {found.url}  "
             f"(process {found.pid}, up {found.uptime_seconds:.0f} s)"
         )
         if found.reason:

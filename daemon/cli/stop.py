@@ -15,7 +15,7 @@ from rich.console import Console
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.errors import DeepInferError
 from daemon.inspection_client import InspectionClient
-from daemon.run_directory import not_running, running_pid
+from daemon.run_directory import instance_name, not_running, running_pid
 from transport.sockets import Endpoints
 
 CLEAN_UP_SECONDS = 40.0
@@ -33,10 +33,11 @@ def stop(
     ] = None,
 ) -> None:
     """Stop an instance: refuse new requests, let running ones end, end all processes."""
-    instance, path = target.instance, target.find()
+    path = target.find()
     pid = running_pid(path)
     if pid is None:
-        raise DeepInferError(not_running(instance))
+        raise DeepInferError(not_running(path, target.instance))
+    instance = instance_name(path, target.instance)
     seconds = (DEFAULT_DRAIN_SECONDS if drain_timeout is None else drain_timeout) + CLEAN_UP_SECONDS
     try:
         pidfd = os.pidfd_open(pid)

@@ -16,8 +16,10 @@ from daemon.errors import ConfigurationError, DeepInferError
 from daemon.run_directory import (
     CHILDREN_FILE,
     RunDirectory,
+    already_running,
     choose_run_directory,
     find_run_directory,
+    not_running,
     running_pid,
 )
 
@@ -63,6 +65,31 @@ def test_files_of_others_stay(run_path):
     assert not (run_path / "router.sock").exists()
     directory.close()
     assert [entry.name for entry in run_path.iterdir()] == ["notes"]
+
+
+def test_the_socket_of_a_start_goes_with_the_process_that_waited_at_it(run_path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    run_path.mkdir(parents=True)
+    for pid in (ended.pid, os.getpid()):
+        (run_path / f"n{pid}.sock").touch()
+    RunDirectory.lock(run_path, "a").close()
+    assert [entry.name for entry in run_path.iterdir()] == [f"n{os.getpid()}.sock"]
+
+
+def test_sentences_name_the_instance_in_the_directory_and_how_to_reach_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("RUNTIME_DIRECTORY", raising=False)
+    default, other = choose_run_directory("a", None), tmp_path / "other one"
+    assert "`deepinfer start --instance a`" in not_running(default, "a")
+    assert f"`deepinfer start --run-dir '{other}'`" in not_running(other, "default")
+    with RunDirectoryOf(default):
+        told = already_running(default, "a")
+        assert "stop --instance a`, or start another one with --instance NAME" in told
+    with RunDirectoryOf(other):
+        told = already_running(other, "default")
+        assert told.startswith(f"Instance 'a' is already running (process {os.getpid()})")
+        assert f"stop --instance a --run-dir '{other}'`" in told
 
 
 def test_a_killed_owner_frees_the_lock_and_its_children_are_ended(run_path):

@@ -338,6 +338,20 @@ def cli():
     return run
 
 
+@pytest.fixture(scope="session")
+def launch():
+    """launch("start", …): a command that is running, with its output in pipes."""
+
+    def run(*arguments: object) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command_line(*arguments),
+            cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    return run
+
+
 @pytest.fixture(scope="session", name="eventually")
 def eventually_fixture() -> Callable[[Callable[[], object], float, str], object]:
     """eventually(check, seconds, what)"""

@@ -9,6 +9,10 @@ from pathlib import Path
 from frontend.errors import ApiError
 
 
+class ApiKeysError(ValueError):
+    """The file of API keys cannot be used."""
+
+
 class ApiKeys:
     """The keys that open the API; none at all means that it is open."""
 
@@ -20,17 +24,17 @@ class ApiKeys:
         """Read a file of keys; blank lines and lines that start with `#` are skipped.
 
         Raises:
-            ValueError: the file cannot be read or holds no key.
+            ApiKeysError: the file cannot be read or holds no key.
         """
         if path is None:
             return cls(())
         try:
             lines = Path(path).read_bytes().splitlines()
         except OSError as error:
-            raise ValueError(f"cannot read the API keys of {path}: {error.strerror}") from error
+            raise ApiKeysError(f"cannot read the API keys of {path}: {error.strerror}") from error
         keys = tuple(key for line in lines if (key := line.strip()) and not key.startswith(b"#"))
         if not keys:
-            raise ValueError(f"{path} holds no API key: write one a line, or unset the option")
+            raise ApiKeysError(f"{path} holds no API key: write one a line, or unset the option")
         return cls(keys)
 
     def check(self, headers: Mapping[bytes, bytes]) -> None:

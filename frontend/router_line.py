@@ -13,6 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 from frontend.errors import ApiError
 from frontend.router_client import RouterClient
 from transport.child import ProcessSettings
+from transport.daemon_link import LinkError, RouterRefusedError
 from transport.fd_reader import AsyncDealer
 from transport.framing import Payload
 from transport.messages import PROTOCOL_VERSION, Hello, Message, SocketStats
@@ -23,10 +24,6 @@ RETRY_AFTER_SECONDS = 1
 _WATCHED = zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_SUCCEEDED
 
 log = logging.getLogger(__name__)
-
-
-class RouterLineError(RuntimeError):
-    """The router refused this process or did not answer in time."""
 
 
 class RouterLine:
@@ -62,7 +59,8 @@ class RouterLine:
         """Say hello and wait for the answer.
 
         Raises:
-            RouterLineError: refused, or no answer in time.
+            RouterRefusedError: it does not take this process.
+            LinkError: no answer in time.
         """
         self._client = client
         self._reader = AsyncDealer(self._dealer, on_message)
@@ -73,9 +71,9 @@ class RouterLine:
         try:
             await asyncio.wait_for(client.welcomed.wait(), seconds)
         except TimeoutError as error:
-            raise RouterLineError(f"the router did not answer within {seconds} s") from error
+            raise LinkError(f"the router did not answer within {seconds} s") from error
         if client.refusal is not None:
-            raise RouterLineError(f"the router refused this process: {client.refusal}")
+            raise RouterRefusedError(f"the router refused this process: {client.refusal}")
 
     async def close(self) -> None:
         """Send what is queued and close. Idempotent."""

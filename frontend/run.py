@@ -16,14 +16,14 @@ import uvloop
 import zmq
 
 from frontend.app import FrontendApp
-from frontend.auth import ApiKeys
+from frontend.auth import ApiKeys, ApiKeysError
 from frontend.daemon_client import DaemonClient
 from frontend.errors import ApiError
 from frontend.gate import Gate
 from frontend.http_protocol import with_limits
 from frontend.metrics import FrontendMetrics
 from frontend.router_client import RouterClient
-from frontend.router_line import RouterLine, RouterLineError
+from frontend.router_line import RouterLine
 from frontend.services import TICK_SECONDS, Services
 from frontend.settings import FrontendSettings
 from frontend.text_decoding import TokenTexts
@@ -31,7 +31,13 @@ from frontend.tokenizer.detokenizer import Detokenizer
 from frontend.tokenizer.errors import TokenizerLoadError
 from frontend.tokenizer.load import load_tokenizer
 from transport.child import EXIT_FATAL, ProcessSettings, StopFlag, enter_process
-from transport.daemon_link import DaemonLink, LinkError, SocketTelemetry
+from transport.daemon_link import (
+    DaemonLink,
+    LinkError,
+    RouterRefusedError,
+    SocketTelemetry,
+    exit_code_of,
+)
 from transport.messages import CacheCommand, InstanceStatus, Query, RequestRow, Serving, SocketStats
 from transport.sockets import Received
 from transport.telemetry import MetricSet
@@ -68,12 +74,10 @@ class _Telemetry:
 class Frontend:
     """One frontend process: owner of its sockets and of the HTTP server."""
 
-    def __init__(self, settings: FrontendSettings, stop: StopFlag, texts: TokenTexts) -> None:
-        """Must be called within the running loop.
-
-        Raises:
-            ValueError: the file of API keys cannot be used.
-        """
+    def __init__(
+        self, settings: FrontendSettings, stop: StopFlag, texts: TokenTexts, keys: ApiKeys
+    ) -> None:
+        """Must be called within the running loop."""
         self._settings = settings
         self._stop = stop
         self._stop_asked = asyncio.Event()
@@ -98,7 +102,7 @@ class Frontend:
             router=self._router,
             gate=self._gate,
             texts=texts,
-            keys=ApiKeys.load(settings.api_keys_file),
+            keys=keys,
             metrics=metrics,
             ask_daemon=self._ask_daemon,
             started_at=int(time.time()),
@@ -147,8 +151,7 @@ class Frontend:
         """Serve until asked to stop.
 
         Raises:
-            LinkError: the daemon refused this process or did not answer.
-            RouterLineError: the router did.
+            LinkError: the daemon or the router refused this process or did not answer.
         """
         loop = asyncio.get_running_loop()
         loop.add_reader(self._stop.fd, self._stop_asked.set)
@@ -196,8 +199,10 @@ class Frontend:
         self._services.end_all(ApiError(503, "The server is shutting down.", retry_after=1))
 
 
-async def _run(settings: FrontendSettings, stop: StopFlag, texts: TokenTexts) -> None:
-    await Frontend(settings, stop, texts).run()
+async def _run(
+    settings: FrontendSettings, stop: StopFlag, texts: TokenTexts, keys: ApiKeys
+) -> None:
+    await Frontend(settings, stop, texts, keys).run()
 
 
 def _tell_daemon(process: ProcessSettings, reason: str) -> None:
@@ -220,15 +225,19 @@ def main() -> int:
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     try:
         texts = Detokenizer(load_tokenizer(Path(settings.model_dir)).tokenizer)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_run(settings, stop, texts))
-    except (TokenizerLoadError, ValueError) as error:
+        keys = ApiKeys.load(settings.api_keys_file)
+    except (TokenizerLoadError, ApiKeysError) as error:
         log.error("%s", error)
         _tell_daemon(settings.process, str(error))
         return EXIT_FATAL
-    except (LinkError, RouterLineError) as error:
-        log.error("%s", error)
-        return 1
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run(settings, stop, texts, keys))
+    except RouterRefusedError as error:
+        _tell_daemon(settings.process, str(error))
+        return exit_code_of(error)
+    except LinkError as error:
+        return exit_code_of(error)
     return 0
 
 

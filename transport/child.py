@@ -26,6 +26,8 @@ from transport.messages import Role
 PR_SET_PDEATHSIG = 1
 EXIT_FATAL = 78
 """Exit code of a child for a reason that a restart would not cure (EX_CONFIG of sysexits.h)."""
+EXIT_AGAIN = 1
+"""For any other reason: the daemon starts a new one."""
 EXIT_ORPHANED = 86
 MAX_SETTINGS_BYTES = 1 << 20
 

@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from transport.child import ProcessSettings
+from transport.child import EXIT_AGAIN, EXIT_FATAL, ProcessSettings
 from transport.framing import BadMessage, encode_header
 from transport.ids import ROUTER_NAME
 from transport.logs import set_level
@@ -50,7 +50,25 @@ log = logging.getLogger(__name__)
 
 
 class LinkError(RuntimeError):
-    """The daemon refused this process or did not answer in time."""
+    """The daemon or the router did not answer in time."""
+
+
+class LinkRefusedError(LinkError):
+    """The daemon refused this process."""
+
+
+class RouterRefusedError(LinkRefusedError):
+    """The router refused this process."""
+
+
+def exit_code_of(error: LinkError) -> int:
+    """Log why a process ends that cannot join its instance; returns its exit code.
+
+    Only a refusal is final. Who did not answer may have been stopped or starved, and answers the next
+    process.
+    """
+    log.error("%s", error)
+    return EXIT_FATAL if isinstance(error, LinkRefusedError) else EXIT_AGAIN
 
 
 class TelemetrySource(Protocol):
@@ -128,13 +146,14 @@ class DaemonLink:
         """Connect and say hello.
 
         Raises:
-            LinkError: refused (another version or configuration), or no answer in time.
+            LinkRefusedError: another version or configuration, or not expected.
+            LinkError: no answer in time.
         """
         self._thread.start()
         if not self._welcomed.wait(self._settings.connect_seconds):
             raise LinkError(f"the daemon did not answer within {self._settings.connect_seconds} s")
         if self._refusal is not None:
-            raise LinkError(f"the daemon refused this process: {self._refusal}")
+            raise LinkRefusedError(f"the daemon refused this process: {self._refusal}")
 
     def set_state(self, state: ProcessState, detail: str = "") -> None:
         """Tell the daemon what this process is doing. From any thread."""

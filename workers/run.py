@@ -13,8 +13,14 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from transport.child import EXIT_FATAL, StopFlag, enter_process
-from transport.daemon_link import DaemonLink, LinkError, SocketTelemetry
+from transport.child import EXIT_AGAIN, EXIT_FATAL, StopFlag, enter_process
+from transport.daemon_link import (
+    DaemonLink,
+    LinkError,
+    RouterRefusedError,
+    SocketTelemetry,
+    exit_code_of,
+)
 from transport.messages import PROTOCOL_VERSION, Hello
 from transport.sockets import DealerSocket, Endpoints
 from transport.telemetry import MetricSet
@@ -30,7 +36,7 @@ from workers.prefix_storage import (
 )
 from workers.scheduler import Scheduler
 from workers.settings import WorkerSettings
-from workers.worker import RouterRefusedError, Worker, WorkerTelemetry
+from workers.worker import Worker, WorkerTelemetry
 
 FAKE_VOCAB = 49_152
 FAKE_MODEL_LEN = 8192
@@ -53,8 +59,7 @@ def main() -> int:
         link.start()
         return _serve(settings, stop, dealer, link, metrics, inbox)
     except LinkError as error:
-        log.error("%s", error)
-        return EXIT_FATAL
+        return exit_code_of(error)
     finally:
         link.close()
         dealer.close()
@@ -95,12 +100,11 @@ def _serve(
         link.fatal(str(error))
         return EXIT_FATAL
     except RouterRefusedError as error:
-        log.error("the router refused this worker: %s", error)
         link.fatal(str(error))
-        return EXIT_FATAL
+        return exit_code_of(error)
     except EngineError:
         log.exception("the engine failed; the daemon starts this worker anew")
-        return 1
+        return EXIT_AGAIN
     finally:
         if engine is not None:
             engine.close()

@@ -12,7 +12,7 @@ import zmq
 
 from transport.cache_report import CacheContent
 from transport.child import StopFlag
-from transport.daemon_link import DaemonLink
+from transport.daemon_link import DaemonLink, RouterRefusedError
 from transport.framing import BadMessage, read_tokens, token_frame
 from transport.ids import ProcessName, RequestId
 from transport.messages import (
@@ -45,10 +45,6 @@ IDLE_SECONDS = 0.5
 COPY_POLL_MS = 1
 
 log = logging.getLogger(__name__)
-
-
-class RouterRefusedError(RuntimeError):
-    """The router does not take this worker."""
 
 
 class WorkerTelemetry:
@@ -202,7 +198,7 @@ class Worker:
                 self._dealer.send(self._ready())
                 self._link.set_state("ready")
             case Refused(reason):
-                raise RouterRefusedError(reason)
+                raise RouterRefusedError(f"the router refused this worker: {reason}")
             case other:
                 log.warning("ignored a %s", type(other).__name__)
 

@@ -14,8 +14,8 @@ from daemon.router.core import Outgoing, RouterCore
 from daemon.router.metrics import RouterMetrics
 from daemon.router.settings import RouterSettings
 from daemon.router.tap import Tap
-from transport.child import EXIT_FATAL, StopFlag, enter_process
-from transport.daemon_link import DaemonLink, LinkError
+from transport.child import StopFlag, enter_process
+from transport.daemon_link import DaemonLink, LinkError, exit_code_of
 from transport.framing import BadMessage
 from transport.ids import ProcessName
 from transport.messages import (
@@ -215,8 +215,7 @@ def main() -> int:
         Router(settings, socket, core, link, tap).run(stop, notices)
         return 0
     except LinkError as error:
-        log.error("%s", error)
-        return EXIT_FATAL
+        return exit_code_of(error)
     finally:
         link.close()
         tap.close()

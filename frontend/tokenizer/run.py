@@ -16,7 +16,14 @@ from frontend.tokenizer.encoder import EncodedPrompt, PromptEncoder
 from frontend.tokenizer.errors import PromptError, TokenizerLoadError
 from frontend.tokenizer.load import load_tokenizer
 from transport.child import EXIT_FATAL, StopFlag, enter_process
-from transport.daemon_link import DaemonLink, LinkError, RouterLossNotice, SocketTelemetry
+from transport.daemon_link import (
+    DaemonLink,
+    LinkError,
+    RouterLossNotice,
+    RouterRefusedError,
+    SocketTelemetry,
+    exit_code_of,
+)
 from transport.framing import BadMessage, token_frame
 from transport.messages import (
     PROTOCOL_VERSION,
@@ -48,18 +55,21 @@ class TokenizerLoop:
         self._prompts = metrics.counter("tokenizer_prompts")
         self._tokens = metrics.counter("tokenizer_tokens")
         self._failures: Counter = metrics.counter("tokenizer_failures")
-        self.refusal: str | None = None
 
     def run(
         self, stop: StopFlag, hello: Hello, router_lost: threading.Event, idle_seconds: float
     ) -> None:
-        """Serve until `stop` is set or the router refuses this process. `router_lost` is set when
-        there is a new router, which does not know this process."""
+        """Serve until `stop` is set. `router_lost` is set when there is a new router, which does not
+        know this process.
+
+        Raises:
+            RouterRefusedError: the router does not take this process.
+        """
         poller = zmq.Poller()
         poller.register(self._dealer.socket, zmq.POLLIN)
         poller.register(stop.fd, zmq.POLLIN)
         self._dealer.send(hello)
-        while not stop.is_set() and self.refusal is None:
+        while not stop.is_set():
             poller.poll(round(idle_seconds * 1000))
             if router_lost.is_set():
                 router_lost.clear()
@@ -79,7 +89,7 @@ class TokenizerLoop:
             case Welcome():
                 self._link.set_state("ready")
             case Refused(reason):
-                self.refusal = reason
+                raise RouterRefusedError(f"the router refused this tokenizer: {reason}")
             case other:
                 log.warning("ignored a %s", type(other).__name__)
 
@@ -131,17 +141,16 @@ def main() -> int:
         loop = TokenizerLoop(encoder, dealer, link, metrics)
         hello = Hello(PROTOCOL_VERSION, "tokenizer", process.name, os.getpid(), process.config_hash)
         loop.run(stop, hello, router_lost.event, process.heartbeat_seconds)
-        if loop.refusal is None:
-            return 0
-        link.fatal(f"the router refused {process.name}: {loop.refusal}")
-        return EXIT_FATAL
+        return 0
     except TokenizerLoadError as error:
         log.error("%s", error)
         link.fatal(str(error))
         return EXIT_FATAL
+    except RouterRefusedError as error:
+        link.fatal(str(error))
+        return exit_code_of(error)
     except LinkError as error:
-        log.error("%s", error)
-        return EXIT_FATAL
+        return exit_code_of(error)
     finally:
         link.close()
         dealer.close()

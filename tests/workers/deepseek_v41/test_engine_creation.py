@@ -77,6 +77,11 @@ def test_the_released_model_runs_cut_to_some_layers(new_driver, layers):
     assert len(tokens) == 5 and max(tokens) < 512
 
 
+def test_a_cut_model_needs_random_weights(new_driver):
+    with pytest.raises(ModelLoadError, match="4 layers, .* are of 10: .* --load-format dummy"):
+        new_driver(hf_overrides={"num_hidden_layers": 4})
+
+
 def test_the_heaviest_steps_run(make_driver):
     """They are what a GPU's memory is planned with; all of their pages are page 0."""
     driver = make_driver(keep_tokens=24, stores_prefixes=True)

@@ -185,6 +185,12 @@ def _load(
         tables = {layer: DummyEngramTable(config, layer) for layer in config.engram_layer_ids}
         identity = "dummy"
     else:
+        whole = read_config(model_dir).num_hidden_layers
+        if config.num_hidden_layers != whole:
+            raise ModelLoadError(
+                f"--hf-overrides gives the model {config.num_hidden_layers} layers, but the weights in "
+                f"{model_dir} are of {whole}: other shapes need random weights (--load-format dummy)."
+            )
         token_map = load_token_map(model_dir, config) if config.engram_layer_ids else None
         checkpoint = open_checkpoint(model_dir, config)
         source = checkpoint

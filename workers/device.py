@@ -66,7 +66,7 @@ def upload_int32(arrays: Sequence[npt.NDArray[np.int32]], device: torch.device) 
     """
     lengths = [len(a) for a in arrays]
     packed = torch.from_numpy(np.concatenate(arrays)) if arrays else torch.empty(0)
-    if device.type == "cuda":
+    if device.type != "cpu":
         packed = packed.pin_memory().to(device, non_blocking=True)
     return list(torch.split(packed, lengths))
 

@@ -78,7 +78,7 @@ def test_the_released_model_runs_cut_to_some_layers(new_driver, layers):
 
 
 def test_a_cut_model_needs_random_weights(new_driver):
-    with pytest.raises(ModelLoadError, match="4 layers, .* are of 10: .* --load-format dummy"):
+    with pytest.raises(ModelLoadError, match=r"4 layers, .* are of 10: .*--load-format dummy"):
         new_driver(hf_overrides={"num_hidden_layers": 4})
 
 

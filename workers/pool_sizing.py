@@ -68,7 +68,6 @@ def size_pools(
         budget = host_pool_bytes(available_host_memory() - states, pages * layout.page_bytes)
     else:
         peak = _measure_peak(open_trial(replace(info, num_pages=1)), device, settings)
-        torch.cuda.empty_cache()
         budget = int(_free_memory(device) * settings.gpu_memory_utilization) - peak - states
     plan = plan_pool(
         max(0, budget),
@@ -122,6 +121,7 @@ def _measure_peak(engine: Engine, device: torch.device, settings: EngineSettings
 def _free_memory(device: torch.device) -> int:
     if device.type == "cpu":
         return available_host_memory()
+    torch.cuda.empty_cache()  # what loading and trial steps left to PyTorch's own pool is free
     free, _ = torch.cuda.mem_get_info(device)
     return free
 

@@ -82,6 +82,18 @@ def test_what_memory_cannot_hold_is_refused_with_both_sizes(memory, state_bytes,
         size(make_settings(kv_cache_gb=1.0), make_info(state_bytes=state_bytes))
 
 
+def test_what_loading_left_to_pytorchs_pool_is_free_on_a_gpu(monkeypatch):
+    """Else a pool that fits would be refused after weights were unpacked."""
+    free = [GB // 10, GB]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 0))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.pop(0))
+    settings = make_settings(kv_cache_gb=0.4)
+    info = size_pools(
+        settings, make_info(), torch.device("cuda", 0), lambda _: pytest.fail("sized")
+    )
+    assert info.num_pages == 40
+
+
 def test_an_allocation_that_fails_is_told_in_one_sentence(memory):
     memory(GB)
     with (

@@ -18,7 +18,7 @@ from typing import Final
 import zmq
 
 from daemon.control_server import ControlServer
-from daemon.errors import DeepInferError
+from daemon.errors import ConfigurationError, DeepInferError
 from daemon.hang_watch import HangWatch
 from daemon.instance_view import InstanceView
 from daemon.listen import base_url
@@ -94,13 +94,14 @@ class Instance:
         self._was_ready = False
         self._told: tuple[InstanceState, str] = ("starting", "the processes are being started")
         self._stop: _Stop | None = None
-        self._failure: str | None = None
+        self._failure: DeepInferError | None = None
 
     def run(self, signals: StopSignals) -> None:
         """Start everything, serve, and return when all processes are gone.
 
         Raises:
-            DeepInferError: the instance could not start, or a process does not end.
+            ConfigurationError: it could not start, and the same again would not.
+            DeepInferError: it could not start, or a process does not end.
         """
         try:
             self._supervisor.start_all()
@@ -113,7 +114,7 @@ class Instance:
             self._supervisor.wait_until_gone(KILL_SECONDS)
             self._service.close()
         if self._failure is not None:
-            raise DeepInferError(self._failure)
+            raise self._failure
 
     # ---- the loop -----------------------------------------------------------------------------
 
@@ -149,10 +150,9 @@ class Instance:
         if self._stop is not None:
             self._go_on_stopping(self._stop, now)
         elif not self._was_ready and now - self._started_at > self._plan.config.start_timeout:
-            self._fail_start(
-                f"The instance was not ready after {self._plan.config.start_timeout:g} s "
-                f"({self._current_state()[1]}): raise --start-timeout or read the log."
-            )
+            seconds = self._plan.config.start_timeout
+            reason = f"The instance was not ready after {seconds:g} s ({self._current_state()[1]})"
+            self._fail_start(DeepInferError(f"{reason}: raise --start-timeout or read the log."))
         self._tell_state()
         if self._stop is None and not self._was_ready:
             self._service.extend_timeout(EXTEND_SECONDS)
@@ -173,7 +173,9 @@ class Instance:
         for peer in self._concerned_by(child):
             self._server.send(peer.name, PeerLost(child.name))
         if death.hopeless and not self._was_ready:
-            self._fail_start(f"{child.name} cannot start: {death.reason}")
+            # What a restart does not cure lies in the model, the options or the machine.
+            kind = ConfigurationError if child.fatal else DeepInferError
+            self._fail_start(kind(f"{child.name} cannot start: {death.reason}"))
 
     def _concerned_by(self, lost: Child) -> list[Child]:
         """Who must know of a loss: the router, or of its own those that have to join the new one.
@@ -181,10 +183,10 @@ class Instance:
         roles = ("worker", "tokenizer") if lost.spec.role == "router" else ("router",)
         return [c for c in self._supervisor.children.values() if c.alive and c.spec.role in roles]
 
-    def _fail_start(self, reason: str) -> None:
+    def _fail_start(self, failure: DeepInferError) -> None:
         if self._stop is None:
-            self._failure = reason
-            log.error("%s", reason)
+            self._failure = failure
+            log.error("%s", failure)
             self._begin_stop(time.monotonic(), 0.0, hurry=True)
 
     # ---- state --------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from daemon.accelerator import nvidia_devices
 from daemon.config import DEFAULT_MODEL, InstanceConfig
 from daemon.default_model import DefaultModelError, ensure_default_model
 from daemon.errors import ConfigurationError, DeepInferError
+from frontend.auth import ApiKeys, ApiKeysError
 
 DESCRIPTORS_BASE: Final = 256
 THREADS_PER_PROCESS: Final = 8
@@ -160,10 +161,12 @@ def _threads_of_this_user() -> int:
 
 
 def check_keys_file(path: Path | None) -> None:
-    """Whether the API keys can be read.
+    """Whether the API keys can be used.
 
     Raises:
         ConfigurationError: they cannot.
     """
-    if path is not None and not os.access(path, os.R_OK):
-        raise ConfigurationError(f"The API keys file {path} cannot be read: check --api-keys-file.")
+    try:
+        ApiKeys.load(None if path is None else str(path))
+    except ApiKeysError as error:
+        raise ConfigurationError(str(error)) from error

@@ -31,10 +31,14 @@ class ApiKeys:
         try:
             lines = Path(path).read_bytes().splitlines()
         except OSError as error:
-            raise ApiKeysError(f"cannot read the API keys of {path}: {error.strerror}") from error
+            raise ApiKeysError(
+                f"The API keys file {path} cannot be read ({error.strerror}): check --api-keys-file."
+            ) from error
         keys = tuple(key for line in lines if (key := line.strip()) and not key.startswith(b"#"))
         if not keys:
-            raise ApiKeysError(f"{path} holds no API key: write one a line, or unset the option")
+            raise ApiKeysError(
+                f"The API keys file {path} holds no key: write one a line, or leave --api-keys-file out."
+            )
         return cls(keys)
 
     def check(self, headers: Mapping[bytes, bytes]) -> None:

@@ -210,16 +210,17 @@ def test_the_group_survives_the_death_of_all_children(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("act", "reason"),
+    ("act", "reason", "exit_code"),
     [
-        ("fatal", "worker/0 cannot start: the disk is on fire"),
-        ("crash", "worker/0 cannot start: exit code 3"),
+        ("fatal", "worker/0 cannot start: the disk is on fire", 2),
+        ("crash", "worker/0 cannot start: exit code 3", 1),
     ],
 )
-def test_a_hopeless_child_fails_the_start(tmp_path, act, reason):
+def test_a_hopeless_child_fails_the_start(tmp_path, act, reason, exit_code):
     stand_ins = StandIns(tmp_path)
-    with pytest.raises(DeepInferError, match=reason):
+    with pytest.raises(DeepInferError, match=reason) as caught:
         stand_ins.run({**GROUP, "worker/0": act})
+    assert caught.value.exit_code == exit_code
     assert stand_ins.ready_urls == []
     assert not stand_ins.path.exists()
     assert stand_ins.supervisor.num_alive == 0

@@ -100,8 +100,14 @@ def test_more_workers_than_devices(monkeypatch):
 
 def test_keys_file(tmp_path):
     check_keys_file(None)
-    with pytest.raises(ConfigurationError, match="--api-keys-file"):
+    with pytest.raises(ConfigurationError, match=r"cannot be read .*--api-keys-file\.$"):
         check_keys_file(tmp_path / "none")
+    path = tmp_path / "keys"
+    path.write_text("# none yet\n\n")
+    with pytest.raises(ConfigurationError, match=r"holds no key: .*--api-keys-file out\.$"):
+        check_keys_file(path)
+    path.write_text("# ours\nsecret\n")
+    check_keys_file(path)
 
 
 def test_the_soft_limit_on_files_is_lifted(monkeypatch):

@@ -298,6 +298,12 @@ def broken_dir(request, tiny_dir, tmp_path):
         case "truncated weights":
             weights = folder / "model.safetensors"
             weights.write_bytes(weights.read_bytes()[:-1000])
+        case "unknown type":
+            config = json.loads((folder / "config.json").read_text())
+            config["model_type"], config["architectures"] = "gpt9", ["Gpt9ForCausalLM"]
+            (folder / "config.json").write_text(json.dumps(config))
+        case "only a tokenizer's config":
+            (folder / "tokenizer.json").unlink()
         case "no tokenizer":
             (folder / "tokenizer.json").unlink()
             (folder / "tokenizer_config.json").unlink()
@@ -315,6 +321,8 @@ def broken_dir(request, tiny_dir, tmp_path):
         ("bad config", "config"),
         ("no weights", "has no weights"),
         ("truncated weights", "safetensors"),
+        ("unknown type", "gpt9"),
+        ("only a tokenizer's config", "tokenizer"),
         ("no tokenizer", "has no tokenizer"),
         ("bad tokenizer", "tokenizer"),
     ],
@@ -329,7 +337,18 @@ def test_a_broken_model_is_one_sentence_and_leaves_nothing(cli, short_dir, broke
     sentence = one_sentence(result)
     assert words in sentence
     assert str(broken_dir) in sentence
+    assert result.returncode == 2
     assert not run_dir.exists()
+
+
+def test_overrides_that_do_not_fit_the_weights_are_a_wrong_configuration(cli, tiny_dir, short_dir):
+    result = cli(
+        "serve", "--model", tiny_dir, "--run-dir", short_dir / "run", "--port", "0",
+        "--hf-overrides", '{"hidden_size": 96}',
+    )  # fmt: skip
+    one_sentence(result)
+    assert result.returncode == 2
+    assert not (short_dir / "run").exists()
 
 
 # ---- the command line ------------------------------------------------------------------------------------

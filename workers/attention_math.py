@@ -60,6 +60,8 @@ def attend(
     heads, kv_heads = query.shape[2], key.shape[2]
     if query.shape[1] == 1:
         return _attend_one_token(query, key, value, allowed, options.scaling)
+    if allowed is None and causal and query.is_cuda and query.dtype == torch.float32:
+        return attend_causally(query, key, value, options.scaling)
     if allowed is None:
         out = functional.scaled_dot_product_attention(
             query.transpose(1, 2),
@@ -91,6 +93,28 @@ def _attend_one_token(
         scale=scaling,
     )
     return out.reshape(batch, 1, heads, value.shape[3])
+
+
+def attend_causally(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """T == L, every query head with its key head broadcast: for float32 on a GPU, where PyTorch's kernels
+    for fewer key heads than query heads take 16 bits only, and the fallback holds all T * T scores."""
+    batch, tokens, heads, _ = query.shape
+    kv_heads = key.shape[2]
+    group = heads // kv_heads
+    out = functional.scaled_dot_product_attention(
+        torch.unflatten(query, 2, (kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(0, 1),
+        _broadcast_heads(key, group),
+        _broadcast_heads(value, group),
+        is_causal=True,
+        scale=scaling,
+    )
+    out = torch.unflatten(out, 0, (batch, kv_heads)).permute(0, 3, 1, 2, 4)
+    return out.reshape(batch, tokens, heads, value.shape[3])
+
+
+def _broadcast_heads(x: Tensor, group: int) -> Tensor:
+    """[B,L,Hk,D] -> [B*Hk,group,L,D], without a copy for one sequence."""
+    return x.transpose(1, 2).flatten(0, 1)[:, None].expand(-1, group, -1, -1)
 
 
 def _attend_masked(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from workers import attention_math
-from workers.attention_math import AttentionOptions, attend
+from workers.attention_math import AttentionOptions, attend, attend_causally
 from workers.cache_layout import LayerShape, build_cache_layout
 from workers.engine import ModelLoadError
 from workers.paged_attention import (
@@ -182,6 +182,16 @@ def test_explicit_attention_in_blocks_is_the_same(monkeypatch: pytest.MonkeyPatc
     whole = attend(query, key, value, None, True, options)
     monkeypatch.setattr(attention_math, "_MAX_SCORES", 50 * HEADS * 7)
     torch.testing.assert_close(attend(query, key, value, None, True, options), whole)
+
+
+def test_causal_attention_with_broadcast_heads_is_the_same() -> None:
+    """What a GPU does in float32."""
+    data = Sequences([50, 50], 1)
+    query = data.normal(2, 50, HEADS, DIM)
+    key, value = torch.stack(data.keys), torch.stack(data.values)
+    options = make_options(None, "plain")
+    want = attend(query, key, value, None, True, options)
+    torch.testing.assert_close(attend_causally(query, key, value, options.scaling), want)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 19, 20])

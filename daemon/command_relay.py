@@ -165,8 +165,8 @@ def _read_answer(
         case CacheCommand():
             content = msgspec.json.decode(data, type=CacheContent)
             return CommandReport(peer, pid, cache=content)
-        case SetLogLevel():
-            return CommandReport(peer, pid)
+        case SetLogLevel(level):
+            return CommandReport(peer, pid, log_level=level)
 
 
 def _done_here(command: DumpStacks | SetLogLevel) -> CommandReport:
@@ -174,5 +174,5 @@ def _done_here(command: DumpStacks | SetLogLevel) -> CommandReport:
     if isinstance(command, SetLogLevel):
         set_level(command.level)
         log.info("the log level is %s from now on", command.level)
-        return CommandReport(DAEMON_NAME, pid)
+        return CommandReport(DAEMON_NAME, pid, log_level=command.level)
     return CommandReport(DAEMON_NAME, pid, threads=thread_stacks())

@@ -111,8 +111,8 @@ class QueueRow(msgspec.Struct, frozen=True):
     depth: int
     high_water: int
     """Largest depth since the process started."""
-    capacity: int
-    """0: bounded by other limits only, such as --max-waiting."""
+    capacity: int | None
+    """null: bounded by other limits only, such as --max-waiting."""
 
 
 class CacheRow(msgspec.Struct, frozen=True):
@@ -164,6 +164,8 @@ class CommandReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """Why it did not answer; empty if it did."""
     threads: list[ThreadStack] = []
     cache: CacheContent | None = None
+    log_level: str = ""
+    """The level that it logs at from now on."""
 
 
 class TapReport(msgspec.Struct, frozen=True):

@@ -86,9 +86,9 @@ def requests(view: InstanceView, _: MetricsExporter) -> list[RequestReport]:
 
 
 def queues(view: InstanceView, _: MetricsExporter) -> list[QueueRow]:
-    """All bounded queues that processes report."""
+    """All queues that processes report, also those without a bound of their own."""
     return [
-        QueueRow(snapshot.name, queue.name, queue.depth, queue.high_water, queue.capacity)
+        QueueRow(snapshot.name, queue.name, queue.depth, queue.high_water, queue.capacity or None)
         for snapshot in _snapshots(view)
         for queue in snapshot.queues
     ]

@@ -15,7 +15,12 @@ from rich.text import Text
 from daemon.cli.inspect.cache import cache_view
 from daemon.cli.inspect.processes import STATE_STYLES, processes_table
 from daemon.cli.inspect.requests import requests_table
-from daemon.cli.inspect.session import ASK_SECONDS, REFRESH_SECONDS, make_console
+from daemon.cli.inspect.session import (
+    ASK_SECONDS,
+    REFRESH_SECONDS,
+    make_console,
+    print_json,
+)
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.cli.throughput import Rates, Throughput
 from daemon.cli.units import duration, rate
@@ -39,6 +44,15 @@ def top(
             help="Print one frame, measured over a second, and exit.",
         ),
     ] = False,
+    json: Annotated[
+        bool,
+        Parameter(
+            negative="",
+            show_env_var=False,
+            show_default=False,
+            help="Print all that is known at one moment as JSON, and exit.",
+        ),
+    ] = False,
 ) -> None:
     """Watch an instance: throughput, processes, KV pages and the oldest requests.
 
@@ -49,6 +63,9 @@ def top(
     path = target.find()
     throughput = Throughput()
     with InspectionClient(path, target.instance) as client:
+        if json:
+            print_json(console, client.ask("state", ASK_SECONDS))
+            return
         state = _ask(client, throughput)
         if once:
             time.sleep(REFRESH_SECONDS)

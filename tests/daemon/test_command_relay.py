@@ -109,10 +109,12 @@ def test_nonsense_is_refused(command, reason):
     assert control.sent == []
 
 
-def test_who_takes_no_messages_is_told_at_once():
+def test_who_takes_no_messages_is_told_at_once_beside_who_does():
     control = Control("router", "worker/0")
     CommandRelay(control).start(CLIENT, SetLogLevel("info", 7), LIVING, 0.0)
-    assert "starting" in control.reports()["router"].problem
+    reports = control.reports()
+    assert "starting" in reports["router"].problem
+    assert [reports[name].log_level for name in ("daemon", "router")] == ["info", ""]
 
 
 def test_a_silent_process_is_named_with_what_the_kernel_says():

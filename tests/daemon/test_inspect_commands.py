@@ -276,6 +276,8 @@ def test_queues_cache_and_sockets(daemon, capsys):
     queues = inspect(capsys, "queues", "--run-dir", daemon.path)
     assert queues.splitlines()[1].split() == ["router", "waiting", "requests", "2", "256", "256"]
     assert queues.splitlines()[2].split()[-3:] == ["3", "9", "–"]  # no bound of its own
+    rows = json.loads(inspect(capsys, "queues", "--json", "--run-dir", daemon.path))
+    assert [row["capacity"] for row in rows] == [256, None]
     cache = inspect(capsys, "cache", "--run-dir", daemon.path)
     assert "25 %" in cache
     assert "512 / 2,048" in cache
@@ -360,6 +362,15 @@ def test_top_once_prints_one_frame(daemon):
         out, error = process.communicate(timeout=SECONDS)
     assert (process.returncode, error) == (0, b"")
     assert out.decode().count("SmolLM2-135M-Instruct") == 1
+
+
+def test_top_as_json_is_all_that_is_known_at_one_moment(daemon):
+    with command("top", "--json", "--run-dir", daemon.path) as process:
+        out, error = process.communicate(timeout=SECONDS)
+    assert (process.returncode, error) == (0, b"")
+    found = msgspec.json.decode(out, type=StateReport)
+    assert found.status.instance == "default"
+    assert len(found.requests) == 40
 
 
 def test_top_draws_on_a_terminal_until_interrupted(daemon):

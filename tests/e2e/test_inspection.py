@@ -81,7 +81,9 @@ def test_an_unknown_process_is_told_with_those_there_are(inspect):
 def test_the_log_level_changes_while_it_runs(server, inspect):
     done = inspect("log-level", "debug", "--json")
     assert done.returncode == 0, done.stderr
-    assert {r["process"] for r in json.loads(done.stdout)} == set(server.pids())
+    reports = json.loads(done.stdout)
+    assert {report["process"] for report in reports} == set(server.pids())
+    assert {report["log_level"] for report in reports} == {"debug"}
     assert server.log.count("the log level is debug") == len(server.pids())
     done = inspect("log-level", "error", "router")
     assert (done.returncode, done.stdout.split()[-2:]) == (0, ["router", "error"])

@@ -9,7 +9,7 @@ import msgspec
 from cyclopts import Parameter
 from rich.console import RenderableType
 
-from daemon.cli.inspect.session import make_console
+from daemon.cli.inspect.session import make_console, print_json
 from daemon.cli.target import Target
 from daemon.errors import DeepInferError
 from daemon.inspection_client import InspectionClient
@@ -45,10 +45,10 @@ def carry_out(
     reports = msgspec.json.decode(answer, type=list[CommandReport])
     console = make_console()
     if as_json:
-        console.file.write(msgspec.json.format(answer.decode(), indent=2) + "\n")
+        print_json(console, answer)
     else:
         console.print(render(reports), soft_wrap=True)
-    console.file.flush()
+        console.file.flush()
     silent = [report for report in reports if report.problem]
     if silent:
         names = ", ".join(report.process for report in silent)

@@ -39,7 +39,8 @@ def log_level(
         for header in ("process", "log level"):
             table.add_column(header, no_wrap=True)
         for report in reports:
-            text = Text(f"no answer: {report.problem}", "red") if report.problem else Text(level)
+            problem = f"no answer: {report.problem}"
+            text = Text(problem, "red") if report.problem else Text(report.log_level)
             table.add_row(report.process, text)
         return table
 

@@ -21,13 +21,13 @@ def queues_table(rows: list[QueueRow]) -> RenderableType:
     for header in ("depth", "most", "bound"):
         table.add_column(header, justify="right")
     for row in rows:
-        full = row.capacity > 0 and row.high_water >= row.capacity
+        full = row.capacity is not None and row.high_water >= row.capacity
         table.add_row(
             row.process,
             row.queue,
             number(row.depth),
             Text(number(row.high_water), "red" if full else ""),
-            number(row.capacity) if row.capacity else "–",
+            "–" if row.capacity is None else number(row.capacity),
         )
     return table
 

@@ -92,7 +92,7 @@ class Inspection(Generic[ReportT]):
     def _once(self, client: InspectionClient, as_json: bool, console: Console) -> None:
         answer = self.ask(client, self.question)
         if as_json:
-            console.file.write(msgspec.json.format(answer.decode(), indent=2) + "\n")
+            print_json(console, answer)
         else:
             console.print(self._rendered(answer))
         console.file.flush()
@@ -124,6 +124,12 @@ def make_console() -> Console:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = FILE_COLUMNS
     return console
+
+
+def print_json(console: Console, answer: bytes) -> None:
+    """An answer of the daemon, indented; never folded to the terminal's width."""
+    console.file.write(msgspec.json.format(answer.decode(), indent=2) + "\n")
+    console.file.flush()
 
 
 def plain_table() -> Table:

@@ -2,45 +2,55 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 
 from hicache.outcomes import Announcement
 
 
 class Announcements:
-    """Keys of the positions where hits will be possible, each as often as it is announced."""
+    """What is announced, by the keys of the positions where hits will be possible."""
 
     def __init__(self) -> None:
         self._open: dict[int, Announcement] = {}
-        self._keys: Counter[bytes] = Counter()
+        self._by_key: dict[bytes, list[Announcement]] = {}
         self._serials = count()
 
     def open(self, keys: Sequence[bytes]) -> Announcement:
-        """Announce prefixes by the key of their last page."""
+        """Announce prefixes by the key of their last page; no key comes twice."""
         announcement = Announcement(tuple(keys), next(self._serials))
         self._open[announcement.serial] = announcement
-        self._keys.update(announcement.keys)
+        for key in announcement.keys:
+            self._by_key.setdefault(key, []).append(announcement)
         return announcement
 
     def close(self, announcement: Announcement) -> None:
         """Withdraw. Idempotent."""
-        if self._open.pop(announcement.serial, None) is not None:
-            self._keys.subtract(announcement.keys)
-            for key in announcement.keys:
-                if not self._keys[key]:
-                    del self._keys[key]
+        if self._open.pop(announcement.serial, None) is None:
+            return
+        for key in announcement.keys:
+            others = self._by_key[key]
+            others.remove(announcement)
+            if not others:
+                del self._by_key[key]
 
-    def longest(self, keys: Sequence[bytes]) -> int:
-        """Pages of the longest prefix of the chain `keys` that is announced."""
-        return next((n for n in range(len(keys), 0, -1) if keys[n - 1] in self._keys), 0)
+    def is_open(self, announcement: Announcement) -> bool:
+        """Whether it was not withdrawn."""
+        return announcement.serial in self._open
+
+    def along(self, keys: Sequence[bytes]) -> Iterator[tuple[int, Announcement]]:
+        """What is announced of the chain `keys`: pages of the prefix and who announced it, the longest
+        prefix first."""
+        for pages in range(len(keys), 0, -1):
+            for announcement in self._by_key.get(keys[pages - 1], ()):
+                yield pages, announcement
 
     def check_integrity(self) -> None:
-        """Recount the keys.
+        """Look all keys up.
 
         Raises:
-            AssertionError: a key is counted wrongly.
+            AssertionError: an announcement is not found by its keys, or is found without being open.
         """
-        if self._keys != Counter(k for a in self._open.values() for k in a.keys):
+        found = [(key, a.serial) for key, all_of in self._by_key.items() for a in all_of]
+        if sorted(found) != sorted((key, a.serial) for a in self._open.values() for key in a.keys):
             raise AssertionError("the announced keys are not those of the open announcements")

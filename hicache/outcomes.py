@@ -91,7 +91,7 @@ class StorePlan:
     serial: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Announcement:
     """A prompt whose prefill is under way; `keys` are of the positions where a hit will be possible."""
 

@@ -12,7 +12,7 @@ states, ends where a state was stored.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 import msgspec
@@ -75,6 +75,11 @@ class PrefixCache:
         """Tokens a page."""
         return self._page_tokens
 
+    @property
+    def has_states(self) -> bool:
+        """Whether a hit needs a state at its end."""
+        return self._has_states
+
     def keys(self, tokens: TokenArray, salt: str = "") -> PromptKeys:
         """What all other calls take; compute it once per request."""
         return prompt_keys(
@@ -94,6 +99,10 @@ class PrefixCache:
             return ()
         ends = (num_tokens // self._page_tokens, self._most_pages(num_tokens))
         return tuple(end * self._page_tokens for end in dict.fromkeys(ends) if end)
+
+    def hit_keys(self, prompt: PromptKeys) -> tuple[bytes, ...]:
+        """Keys of the pages that a hit may cover."""
+        return prompt.keys[: self._most_pages(prompt.num_tokens)]
 
     def _most_pages(self, num_tokens: int) -> int:
         """The longest hit that a prompt may have."""
@@ -138,8 +147,7 @@ class PrefixCache:
 
     def _find(self, prompt: PromptKeys) -> tuple[PinnedPrefix, int]:
         """The longest usable prefix, not pinned yet, and how many tokens had pages."""
-        limit = self._most_pages(prompt.num_tokens)
-        pages = self._slots.index.match(prompt.keys[:limit])
+        pages = self._slots.index.match(self.hit_keys(prompt))
         matched = len(pages) * self._page_tokens
         state = NO_SLOT
         if self._has_states:
@@ -254,10 +262,14 @@ class PrefixCache:
         """The announced prefill is over, well or not. Idempotent."""
         self._announcements.close(announcement)
 
-    def longest_announced(self, prompt: PromptKeys) -> int:
-        """Tokens of the longest hit that the announced prefills will make possible; 0: of none."""
-        keys = prompt.keys[: self._most_pages(prompt.num_tokens)]
-        return self._announcements.longest(keys) * self._page_tokens
+    def is_announced(self, announcement: Announcement) -> bool:
+        """Whether it was not withdrawn."""
+        return self._announcements.is_open(announcement)
+
+    def announced(self, prompt: PromptKeys) -> Iterator[tuple[int, Announcement]]:
+        """Hits that announced prefills will make possible: tokens and who announced it, longest first."""
+        for pages, announcement in self._announcements.along(self.hit_keys(prompt)):
+            yield pages * self._page_tokens, announcement
 
     # ---- for people ---------------------------------------------------------------------------
 

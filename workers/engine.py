@@ -203,7 +203,8 @@ class CacheCopies(Protocol):
 
     def store_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
         """The state of `slot` as it was after `position` tokens into a host state row. `position` is
-        one of the prompt's two anchors (see `CacheLayout.replay_tokens`)."""
+        one of the prompt's two anchors (see `CacheLayout.replay_tokens`), or where its last chunk
+        ended."""
         ...
 
 

@@ -10,88 +10,146 @@ from collections.abc import Iterable
 from hicache.keys import PromptKeys
 from hicache.outcomes import Announcement, Hit, StorePlan
 from hicache.prefix_cache import PrefixCache
+from workers.prefix_demand import PrefixDemand
+from workers.prefix_waits import PrefixWaits
 from workers.sequence import Sequence
 
 
 class PrefixReuse:
-    """One rank's prefixes, as its scheduler sees them."""
+    """One rank's prefixes, as its scheduler sees them.
+
+    A sequence comes by `enqueue`, is asked `should_wait` until it does not, and starts by `lookup` and
+    `announce`. Before each chunk it gets its next checkpoint; after the chunk that ends there, and after
+    the last one, it stores. `drop` ends this at any point.
+    """
 
     def __init__(self, cache: PrefixCache, keep_tokens: int) -> None:
         """`keep_tokens` as in `CacheLayout`: a hit must not reach into the rows that the decoder
         layers run on, and those follow from the client's prompt."""
         self._cache = cache
         self._only_prompt = keep_tokens > 0
+        self._waits = PrefixWaits(cache)
+        self._demand = PrefixDemand()
 
-    def should_wait(self, sequence: Sequence, computing: Iterable[Sequence]) -> bool:
+    # ---- before it starts ---------------------------------------------------------------------
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """The sequence waits for a slot. For models with states, those that are computed meanwhile
+        leave a state where it can go on; others leave all their pages anyway."""
+        if sequence.uses_prefix_cache and self._cache.has_states:
+            sequence.wanted_keys = self._cache.hit_keys(self._hit_keys(sequence))
+            self._demand.add(sequence.wanted_keys)
+
+    def should_wait(self, sequence: Sequence) -> bool:
         """Whether a prompt that is being computed now will leave a longer prefix for this one, and
         has less left to compute than this one would save by it."""
-        if not sequence.uses_prefix_cache:
-            return False
-        keys = self._hit_keys(sequence)
-        announced = self._cache.longest_announced(keys)
-        gain = announced - self._cache.findable_tokens(keys) if announced else 0
-        if gain <= 0:
-            return False
-        key = keys.keys[announced // self._cache.page_tokens - 1]
-        left = [
-            other.num_tokens - other.num_computed
-            for other in computing
-            if other.announcement is not None and key in other.announcement.keys
-        ]
-        # Nobody computes it: it is computed and on its way into the cache.
-        return min(left, default=0) <= gain
+        return sequence.uses_prefix_cache and self._waits.should_wait(
+            sequence, self._hit_keys(sequence)
+        )
 
     def lookup(self, sequence: Sequence) -> Hit | None:
-        """The prefix that this sequence can start from; its rows stay until it is released.
-
-        Where pages go on past the last state, the sequence gets a checkpoint at their end: this is
-        where the beginnings of several prompts part, as after a shared system prompt.
-        """
+        """The prefix that this sequence can start from; its rows stay until it is released. The
+        sequence does not wait any more."""
+        self._leave_queue(sequence)
         if not sequence.uses_prefix_cache:
             return None
         found = self._cache.lookup(self._hit_keys(sequence), sequence.key[0])
-        hit = found if isinstance(found, Hit) else None
-        reached = 0 if hit is None else hit.num_tokens
-        sequence.checkpoint = found.matched_tokens if found.matched_tokens > reached else 0
-        return hit
+        sequence.matched_tokens = found.matched_tokens
+        return found if isinstance(found, Hit) else None
 
     def release(self, hit: Hit) -> None:
         """The hit will not be loaded."""
         self._cache.release(hit)
 
+    # ---- while it is computed -----------------------------------------------------------------
+
     def announce(self, sequence: Sequence) -> None:
         """The sequence begins to compute its prompt and will store it."""
         if sequence.uses_prefix_cache:
-            sequence.announcement = self._cache.announce(self._store_keys(sequence))
+            sequence.announcement = self._waits.open(sequence, self._store_keys(sequence))
 
-    def drop(self, sequence: Sequence) -> None:
-        """The sequence stops before its prompt is computed, or has stored it. Idempotent."""
-        if sequence.hit is not None:
-            self._cache.release(sequence.hit)
-            sequence.hit = None
-        if sequence.announcement is not None:
-            self._cache.withdraw(sequence.announcement)
-            sequence.announcement = None
+    def choose_checkpoint(self, sequence: Sequence) -> None:
+        """Choose where the next chunk must end if it gets so far, for a state to be stored there.
+
+        It is where the beginnings of several prompts part, as after a shared system prompt: those that
+        wait now, or earlier ones, whose pages go on past the last state. At the prompt's own anchors it
+        leaves states anyway.
+        """
+        if sequence.announcement is None or sequence.checkpoint > sequence.num_computed:
+            return
+        anchors = self._cache.anchors(sequence.num_tokens)
+        if not anchors:
+            return
+        page_tokens, last = self._cache.page_tokens, anchors[-1]
+        keys = self._store_keys(sequence).keys[: last // page_tokens]
+        wanted = self._demand.best_end(keys, sequence.num_computed // page_tokens) * page_tokens
+        ends = [
+            end for end in (wanted, sequence.matched_tokens) if sequence.num_computed < end < last
+        ]
+        sequence.checkpoint = min(ends, default=0)
+        if sequence.checkpoint:
+            sequence.checkpoint_announcement = self._waits.open(
+                sequence, self._keys(sequence, sequence.checkpoint), (sequence.checkpoint,)
+            )
 
     def begin_store(self, sequence: Sequence) -> tuple[StorePlan, Announcement] | None:
         """What to store of a prompt whose last chunk is in the step that is being planned, and the
         announcement to withdraw when it is stored."""
-        if sequence.announcement is None:
-            return None
-        plan = self._cache.begin_store(self._store_keys(sequence))
-        if plan is None:
-            self.drop(sequence)
-            return None
         announcement, sequence.announcement = sequence.announcement, None
-        return plan, announcement
+        return self._begin_store(self._store_keys(sequence), announcement)
 
     def begin_checkpoint_store(self, sequence: Sequence) -> tuple[StorePlan, Announcement] | None:
         """What to store of a prompt whose chunk in the step that is being planned ends at its
-        checkpoint."""
-        position, sequence.checkpoint = sequence.checkpoint, 0
-        keys = self._keys(sequence, position)
-        plan = self._cache.begin_store(keys, anchors=(position,))
-        return None if plan is None else (plan, self._cache.announce(keys, anchors=(position,)))
+        checkpoint, and the announcement as above."""
+        announcement, sequence.checkpoint_announcement = sequence.checkpoint_announcement, None
+        keys = self._keys(sequence, sequence.checkpoint)
+        return self._begin_store(keys, announcement, (sequence.checkpoint,))
+
+    def _begin_store(
+        self,
+        keys: PromptKeys,
+        announcement: Announcement | None,
+        anchors: tuple[int, ...] | None = None,
+    ) -> tuple[StorePlan, Announcement] | None:
+        if announcement is None:
+            return None
+        plan = self._cache.begin_store(keys, anchors)
+        if plan is None:
+            self._waits.close(announcement)
+            return None
+        self._waits.hand_over(announcement)
+        return plan, announcement
+
+    # ---- at the end ---------------------------------------------------------------------------
+
+    def drop(self, sequence: Sequence) -> None:
+        """The sequence is over, or starts anew. What it has stored is not touched. Idempotent."""
+        self._leave_queue(sequence)
+        if sequence.hit is not None:
+            self._cache.release(sequence.hit)
+        for announcement in (sequence.announcement, sequence.checkpoint_announcement):
+            if announcement is not None:
+                self._waits.close(announcement)
+        sequence.hit = sequence.announcement = sequence.checkpoint_announcement = None
+        sequence.checkpoint = sequence.matched_tokens = 0
+        sequence.prefix_keys = None
+
+    def _leave_queue(self, sequence: Sequence) -> None:
+        self._demand.remove(sequence.wanted_keys)
+        sequence.wanted_keys = ()
+        sequence.wait = None
+
+    def check_integrity(self, live: Iterable[Sequence]) -> None:
+        """Compare with what the scheduler has.
+
+        Raises:
+            AssertionError: something of a sequence that is over, or has started, is kept.
+        """
+        sequences = list(live)
+        self._demand.check_integrity(s.wanted_keys for s in sequences if s.slot is None)
+        self._waits.check_integrity(sequences)
+
+    # ---- keys ---------------------------------------------------------------------------------
 
     def _hit_keys(self, sequence: Sequence) -> PromptKeys:
         end = sequence.prompt_len if self._only_prompt else sequence.num_tokens
@@ -101,7 +159,7 @@ class PrefixReuse:
         return self._keys(sequence, sequence.num_tokens)
 
     def _keys(self, sequence: Sequence, end: int) -> PromptKeys:
-        """Keys of the first `end` tokens; all are hashed once, while the sequence waits."""
+        """Keys of the first `end` tokens; all are hashed once, until the prompt is computed."""
         if sequence.prefix_keys is None:
             tokens = sequence.token_slice(0, sequence.num_tokens)
             sequence.prefix_keys = self._cache.keys(tokens, sequence.cache_salt)

@@ -174,6 +174,8 @@ class Scheduler:
         sequence.stop_tokens = eos.union(sequence.sampling.stop_token_ids)
         self._sequences[sequence.key] = sequence
         insort(self._waiting, sequence, key=lambda other: other.rank)
+        if self._prefixes is not None:
+            self._prefixes.enqueue(sequence)
 
     def cancel(self, request_id: RequestId, index: int = ALL_CHOICES) -> list[Sequence]:
         """Drop a choice or all choices of a request, whatever stage they are in. Idempotent.
@@ -239,14 +241,15 @@ class Scheduler:
     def _waits_for_a_prefix(self, sequence: Sequence) -> bool:
         if self._prefixes is None or sequence.slot is not None:
             return False
-        computing = (other for other in self._waiting if other.slot is not None)
-        return self._prefixes.should_wait(sequence, computing)
+        return self._prefixes.should_wait(sequence)
 
     def _add_chunk(self, batch: _PromptBatch, sequence: Sequence) -> bool:
         if sequence.slot is None:
             if not self._admit(sequence):
                 return False
             self._start_from_prefix(sequence)
+        if self._prefixes is not None:
+            self._prefixes.choose_checkpoint(sequence)
         total = sequence.num_tokens
         start = sequence.num_computed
         stop = min(total, start + batch.budget)
@@ -430,6 +433,8 @@ class Scheduler:
             self._running.remove(sequence)
             sequence.status = Status.WAITING
             insort(self._waiting, sequence, key=lambda other: other.rank)
+        if self._prefixes is not None:
+            self._prefixes.enqueue(sequence)
         self.counts.preemptions += 1
 
     def _finish(self, sequence: Sequence) -> None:
@@ -448,7 +453,6 @@ class Scheduler:
             sequence.slot = None
         sequence.num_computed = sequence.in_flight = 0
         sequence.begun = False
-        sequence.prefix_keys = None
         if self._prefixes is not None:
             self._prefixes.drop(sequence)
         sequence.epoch += 1
@@ -476,3 +480,5 @@ class Scheduler:
             known = sequence.num_tokens + sequence.in_flight
             if sequence.slot is None or sequence.num_computed != known - 1:
                 raise AssertionError(f"{sequence.key} runs with wrong counts")
+        if self._prefixes is not None:
+            self._prefixes.check_integrity(live)

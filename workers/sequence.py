@@ -12,6 +12,7 @@ from hicache.outcomes import Announcement, Hit
 from transport.ids import ProcessName, RequestId
 from transport.messages import SamplingParams
 from workers.engine import TokenArray
+from workers.prefix_waits import PrefixWait
 
 SequenceKey = tuple[RequestId, int]
 """Request and choice index."""
@@ -67,13 +68,21 @@ class Sequence:
     """Prompt tokens that its latest start took from the prefix cache."""
     hit: Hit | None = None
     """What its first chunk starts from, until that is planned."""
+    wanted_keys: tuple[bytes, ...] = ()
+    """While it waits for a slot: of the pages that it would rather load than compute."""
+    wait: PrefixWait | None = None
+    """What keeps it from starting: it would rather load what another one computes."""
+    matched_tokens: int = 0
+    """So many of its first tokens were in the prefix cache when it started, with a state or without."""
     checkpoint: int = 0
-    """Where a chunk must end, so that the state there can be stored: others have the pages up to
-    here and only lacked a state. 0: nowhere."""
+    """Where a chunk must end, so that the state there can be stored: others go on from there. 0, or not
+    beyond `num_computed`: nowhere."""
     announcement: Announcement | None = None
     """To the prefix cache, while its prompt is being computed."""
+    checkpoint_announcement: Announcement | None = None
+    """The same of its beginning up to the checkpoint ahead."""
     prefix_keys: PromptKeys | None = None
-    """Of all its tokens; dropped when the prompt is computed."""
+    """Of all its tokens, until the prompt is computed."""
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     stop_tokens: frozenset[int] = frozenset()

@@ -99,8 +99,8 @@ class InstanceConfig:
         str,
         Parameter(
             group=_MODEL,
-            env_var=("DEEPINFER_MODEL", "DEEPINFER_HF_MODEL_DIR"),
-            help=f"{DEFAULT_MODEL} (fetched once) or a directory with a Hugging Face checkpoint.",
+            help=f"{DEFAULT_MODEL} (fetched once) or a directory with a Hugging Face checkpoint; "
+            "$DEEPINFER_HF_MODEL_DIR names it too.",
         ),
     ] = DEFAULT_MODEL
     served_model_name: Annotated[
@@ -122,9 +122,9 @@ class InstanceConfig:
         Parameter(
             group=_MODEL,
             validator=_check_overrides,
-            help="JSON object with entries of config.json to replace (nested ones are merged), "
-            "with --load-format dummy for experiments with shapes. Fewer num_hidden_layers cut "
-            "DeepSeek-V4.1 to the first layers of its two halves.",
+            help="JSON object (in a TOML file a table will do) with entries of config.json to replace "
+            "(nested ones are merged), with --load-format dummy for experiments with shapes. Fewer "
+            "num_hidden_layers cut DeepSeek-V4.1 to the first layers of its two halves.",
         ),
     ] = ""
     max_model_len: Annotated[

@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
+from typing import Final
 
+import msgspec
 from cyclopts import App
 from rich.console import Console
 from rich.table import Table
 
+from daemon.cli.inspect.session import AsJson, print_json
 from daemon.config import InstanceConfig
 from daemon.config_sources import provenance
+
+UNFOLDED_COLUMNS: Final = 10_000
+"""A file or a pipe is as wide as the values need."""
 
 config_app = App(name="config", help="Look at the configuration.")
 
 
 @config_app.command
-def show(config: InstanceConfig | None = None) -> None:
+def show(config: InstanceConfig | None = None, *, json: AsJson = False) -> None:
     """Print every option, its value, and where the value comes from."""
     config = config or InstanceConfig()
-    table = Table("option", "value", "from", box=None, pad_edge=False)
+    console = Console(highlight=False)
+    if json:
+        values = {
+            field.name: {
+                "value": getattr(config, field.name),
+                "from": provenance.origin(field.name),
+            }
+            for field in fields(config)
+        }
+        print_json(console, msgspec.json.encode(values, enc_hook=str))
+        return
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = UNFOLDED_COLUMNS
+    table = Table(box=None, pad_edge=False)
+    table.add_column("option", no_wrap=True)
+    for header in ("value", "from"):
+        table.add_column(header, overflow="fold")
     for field in fields(config):
-        origin = provenance.origin(field.name)
-        value = getattr(config, field.name)
+        value, origin = getattr(config, field.name), provenance.origin(field.name)
         table.add_row(
             "--" + field.name.replace("_", "-"),
             "(not set)" if value is None else str(value),
             origin,
             style="dim" if origin == "default" else "bold",
         )
-    Console(highlight=False).print(table)
+    console.print(table)

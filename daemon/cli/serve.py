@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 
 from daemon.config import InstanceConfig
+from daemon.config_sources import unknown_variables
 from daemon.stop_signals import StopRequested, StopSignals
 from transport.logs import configure_logging
 
@@ -21,6 +23,8 @@ def serve(config: InstanceConfig | None = None) -> None:
 
     config = config or InstanceConfig()
     configure_logging("daemon", config.log_level)
+    for sentence in unknown_variables(os.environ):
+        log.warning("%s", sentence)
     signals = StopSignals()
     try:
         run_instance(config, signals)

@@ -15,6 +15,7 @@ from typing import BinaryIO
 from rich.console import Console
 
 from daemon.config import InstanceConfig
+from daemon.config_sources import unknown_variables
 from daemon.errors import EXIT_FAILED, DeepInferError
 from daemon.run_directory import (
     LOG_FILE,
@@ -46,6 +47,8 @@ def start(config: InstanceConfig | None = None) -> None:
         raise DeepInferError(already_running(path, config.instance))
     make_run_directory(path)
     console = Console(highlight=False, soft_wrap=True)
+    for sentence in unknown_variables(os.environ):
+        Console(stderr=True, soft_wrap=True, highlight=False).print(sentence, style="yellow")
     signals = StopSignals()
     try:
         with (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 
@@ -11,8 +12,13 @@ from cyclopts import App
 from cyclopts.config import Env
 from cyclopts.exceptions import CycloptsError
 
-from daemon.config import DEFAULT_MODEL, InstanceConfig
-from daemon.config_sources import InstanceFile, Provenance
+from daemon.config import DEFAULT_MODEL, InstanceConfig, read_overrides
+from daemon.config_sources import (
+    InstanceFile,
+    ModelDirVariable,
+    Provenance,
+    unknown_variables,
+)
 from daemon.default_model import DEFAULT_MODEL_NAME
 
 
@@ -30,7 +36,8 @@ def parse(tmp_path):
 
     def run(*tokens: str) -> tuple[InstanceConfig, Provenance]:
         origins = Provenance()
-        app = App(config=(Env("DEEPINFER_", command=False), InstanceFile(tmp_path), origins))
+        environment = (Env("DEEPINFER_", command=False), ModelDirVariable())
+        app = App(config=(*environment, InstanceFile(tmp_path), origins))
 
         @app.default
         def take(config: InstanceConfig | None = None) -> InstanceConfig:
@@ -91,6 +98,18 @@ def test_two_variables_name_the_model(parse, monkeypatch, variables, model):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert parse()[0].model == model
+    assert parse("--model", "/c")[0].model == "/c"
+
+
+def test_the_other_variable_is_told_as_the_origin_and_in_the_help(parse, monkeypatch, tmp_path):
+    (tmp_path / "default.toml").write_text('model = "/from/file"\n')
+    monkeypatch.setenv("DEEPINFER_HF_MODEL_DIR", "/a")
+    config, origins = parse()
+    assert config.model == "/a"
+    assert origins.origin("model") == "environment DEEPINFER_HF_MODEL_DIR"
+    help_text = command("serve", "--help").stdout
+    assert help_text.count("DEEPINFER_MODEL,") + help_text.count("DEEPINFER_MODEL]") == 1
+    assert "$DEEPINFER_HF_MODEL_DIR" in help_text
 
 
 def test_the_default_has_one_name():
@@ -131,6 +150,76 @@ def test_a_wrong_file_is_refused(parse, tmp_path, text, told):
     with pytest.raises(CycloptsError) as caught:
         parse()
     assert told.lower() in str(caught.value).lower()
+
+
+@pytest.mark.parametrize("key", ["hf_overrides", "hf-overrides"])
+def test_overrides_may_be_a_table(parse, tmp_path, key):
+    text = f'[{key}]\nnum_hidden_layers = 2\n[{key}.rope]\ntype = "x"\n'
+    (tmp_path / "default.toml").write_text(text)
+    wanted = {"num_hidden_layers": 2, "rope": {"type": "x"}}
+    assert read_overrides(parse()[0].hf_overrides) == wanted
+    (tmp_path / "default.toml").write_text(f"{key} = '{{\"num_hidden_layers\": 3}}'\n")
+    assert read_overrides(parse()[0].hf_overrides) == {"num_hidden_layers": 3}
+
+
+@pytest.mark.parametrize("content", [b"max_waiting = \n", b"model = '\xff'\n"])
+def test_a_file_that_is_no_toml_is_named(parse, tmp_path, content):
+    (tmp_path / "default.toml").write_bytes(content)
+    with pytest.raises(CycloptsError) as caught:
+        parse()
+    assert str(caught.value).startswith(f"The configuration file {tmp_path}/default.toml is no")
+
+
+def test_a_variable_that_is_no_option_is_told_with_the_nearest_one():
+    found = unknown_variables(
+        [
+            "DEEPINFER_MAX_WAITNG",
+            "DEEPINFER_PORT",
+            "DEEPINFER_HF_MODEL_DIR",
+            "DEEPINFER_XYZZY",
+            "PATH",
+        ]
+    )
+    assert len(found) == 2
+    assert "DEEPINFER_MAX_WAITNG is ignored" in found[0]
+    assert found[0].endswith("did you mean DEEPINFER_MAX_WAITING?")
+    assert found[1].endswith("no option.")
+
+
+@pytest.mark.parametrize("name", ["serve", "start"])
+def test_a_slip_in_a_variable_is_told_at_the_start(tmp_path, name):
+    words = (name, "--run-dir", str(tmp_path / "r"), "--model", str(tmp_path / "none"))
+    ended = command(*words, succeeds=False, DEEPINFER_DPP="2")
+    first = ended.stderr.splitlines()[0]
+    assert first.endswith("DEEPINFER_DPP is ignored, it is no option: did you mean DEEPINFER_DP?")
+
+
+def command(
+    *words: str, succeeds: bool = True, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """A command with this environment and no more."""
+    return subprocess.run(
+        [sys.executable, "-m", "daemon.cli.main", *words],
+        capture_output=True, text=True, check=succeeds, env={"PATH": "/usr/bin", **variables},
+    )  # fmt: skip
+
+
+def test_config_show_cuts_no_value(tmp_path):
+    long = "/models/" + "x" * 150
+    piped = command("config", "show", "--model", long).stdout.splitlines()
+    assert any(line.split() == ["--model", long, "flag", "--model"] for line in piped)
+    narrow = command("config", "show", "--model", long, COLUMNS="60").stdout
+    assert "…" not in narrow
+    assert sum(line.count("x" * 10) for line in narrow.splitlines()) >= 10
+    assert max(map(len, narrow.splitlines())) <= 60
+
+
+def test_config_show_as_json():
+    shown = json.loads(command("config", "show", "--json", "--run-dir", "/x", "--dp", "3").stdout)
+    assert set(shown) == {field.name for field in dataclasses.fields(InstanceConfig)}
+    assert shown["dp"] == {"value": 3, "from": "flag --dp"}
+    assert shown["run_dir"] == {"value": "/x", "from": "flag --run-dir"}
+    assert shown["max_model_len"] == {"value": None, "from": "default"}
 
 
 def test_config_show_lists_every_option_with_its_origin(tmp_path):

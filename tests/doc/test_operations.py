@@ -13,7 +13,9 @@ from transport.child import EXIT_FATAL, EXIT_ORPHANED
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "doc/operations.md").read_text()
-OF_COMMANDS = {"--root", "--prefix", "--executable", "--json", "--follow", "--bodies", "--instance"}
+OF_COMMANDS = {
+    "--root", "--prefix", "--executable", "--json", "--follow", "--once", "--bodies", "--instance",
+}  # fmt: skip
 
 
 def test_every_option_exists():

@@ -23,12 +23,7 @@ FILE_COLUMNS: Final = 120
 
 AsJson = Annotated[
     bool,
-    Parameter(
-        negative="",
-        show_env_var=False,
-        show_default=False,
-        help="Print JSON; with --follow, one line per refresh.",
-    ),
+    Parameter(negative="", show_env_var=False, show_default=False, help="Print JSON."),
 ]
 
 
@@ -37,7 +32,15 @@ AsJson = Annotated[
 class Output:
     """How an answer is shown."""
 
-    json: AsJson = False
+    json: Annotated[
+        bool,
+        Parameter(
+            negative="",
+            show_env_var=False,
+            show_default=False,
+            help="Print JSON; with --follow, one line per refresh.",
+        ),
+    ] = False
     follow: Annotated[
         bool,
         Parameter(

@@ -17,20 +17,21 @@ from workers.memory_plan import host_pool_bytes, pages_for, plan_pool
 from workers.trial_steps import heaviest_steps
 
 _GIB: Final = 1 << 30
+_UNNAMED_LENGTH: Final = 4096
+"""Context length where neither the user nor the model's configuration names one."""
 
 _log = logging.getLogger(__name__)
 
 
-def choose_context_length(wanted: int | None, limit: int | None, fallback: int) -> int:
+def choose_context_length(wanted: int | None, limit: int | None) -> int:
     """Tokens that a sequence may have.
 
     Args:
         wanted: what the user asks for.
-        limit: what the model's configuration allows.
-        fallback: where neither is given.
+        limit: what the model's configuration allows; None: it does not say.
     """
     if wanted is None:
-        return limit or fallback
+        return limit or _UNNAMED_LENGTH
     if limit is not None and wanted > limit:
         _log.warning(
             "The context length of %d tokens exceeds the %d of the model's configuration; "
@@ -67,7 +68,7 @@ def size_pools(
         pages = info.max_num_seqs * pages_for(info.max_model_len, layout.page_tokens)
         budget = host_pool_bytes(available_host_memory() - states, pages * layout.page_bytes)
     else:
-        peak = _measure_peak(open_trial(replace(info, num_pages=1)), device, settings)
+        peak = _measure_peak(replace(info, num_pages=1), open_trial, device, settings)
         budget = int(_free_memory(device) * settings.gpu_memory_utilization) - peak - states
     plan = plan_pool(
         max(0, budget),
@@ -95,18 +96,25 @@ def allocating_pools(info: EngineInfo, device: torch.device) -> Iterator[None]:
         with torch.inference_mode():
             yield
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, EngineError):
+        if isinstance(error, (EngineError, ModelLoadError)):
             raise
         raise _too_large(info, _free_memory(device)) from error
 
 
-def _measure_peak(engine: Engine, device: torch.device, settings: EngineSettings) -> int:
+def _measure_peak(
+    info: EngineInfo,
+    open_trial: Callable[[EngineInfo], Engine],
+    device: torch.device,
+    settings: EngineSettings,
+) -> int:
     """Bytes that the largest steps take beside weights and pools; they run against one page."""
+    with allocating_pools(info, device):
+        engine = open_trial(info)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     limit = settings.max_batched_tokens
     try:
-        for plan in heaviest_steps(engine.info, limit):
+        for plan in heaviest_steps(info, limit):
             engine.launch(plan)
             engine.collect()
     except EngineError as error:

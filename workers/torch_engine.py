@@ -8,7 +8,6 @@ the result.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
 
 import torch
 from torch import nn
@@ -44,9 +43,6 @@ from workers.paged_attention import PagePool, SegmentedStep
 from workers.pool_sizing import allocating_pools, choose_context_length, size_pools
 from workers.sampler import SampledTokens, Sampler
 from workers.step_inputs import SlotTables
-
-_DEFAULT_CONTEXT: Final = 4096
-"""Context length of a model whose configuration names none."""
 
 
 class TorchEngine:
@@ -202,20 +198,18 @@ def create_torch_engine(settings: EngineSettings) -> TorchEngine:
     if dtype == "auto":
         dtype = default_dtype(device, loaded.checkpoint_dtype)
     shapes = layer_shapes(loaded.config)
+    kv_dtype = _kv_dtype(settings, dtype)
+    settings.check_layout(build_cache_layout(shapes, kv_dtype, loaded.config, ""))
     settings.report(f"loading {loaded.config.model_type} weights as {dtype} to {device}")
     with torch.inference_mode():
         model = load_model(loaded, model_dir, device, dtype, settings.load_format)
         vocab_size = probe_model(model, loaded, shapes, device)
-        max_model_len = choose_context_length(
-            settings.max_model_len, loaded.max_position, _DEFAULT_CONTEXT
-        )
+        max_model_len = choose_context_length(settings.max_model_len, loaded.max_position)
         rope = f":{max_model_len}" if pin_rope(model, max_model_len, device) else ""
         exact = _make_exact(model, device) if settings.deterministic else None
     identity = "dummy" if settings.load_format == "dummy" else weights_identity(model_dir)
     info = EngineInfo(
-        layout=build_cache_layout(
-            shapes, _kv_dtype(settings, dtype), loaded.config, identity + rope
-        ),
+        layout=build_cache_layout(shapes, kv_dtype, loaded.config, identity + rope),
         num_pages=0,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=max_model_len,

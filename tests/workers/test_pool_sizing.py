@@ -111,10 +111,10 @@ def test_an_allocation_that_fails_is_told_in_one_sentence(memory):
 
 
 def test_a_context_length(caplog):
-    assert choose_context_length(None, 300, 4096) == 300
-    assert choose_context_length(None, None, 4096) == 4096
-    assert choose_context_length(200, 300, 4096) == 200
+    assert choose_context_length(None, 300) == 300
+    assert choose_context_length(None, None) == 4096
+    assert choose_context_length(200, 300) == 200
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        assert choose_context_length(400, 300, 4096) == 400
+        assert choose_context_length(400, 300) == 400
     assert "exceeds the 300" in caplog.text

@@ -25,7 +25,16 @@ from transformers import (
 )
 
 from transport.messages import SamplingParams
-from workers.engine import DecodeRow, EngineError, PromptChunk, StepPlan, StepResult
+from workers import torch_engine
+from workers.engine import (
+    CacheLayout,
+    DecodeRow,
+    EngineError,
+    ModelLoadError,
+    PromptChunk,
+    StepPlan,
+    StepResult,
+)
 from workers.engine_settings import EngineSettings
 from workers.torch_engine import TorchEngine, create_torch_engine
 
@@ -419,6 +428,17 @@ def test_order_of_calls_is_checked(checkpoints: Callable[[str], Path]) -> None:
     engine.close()
     with pytest.raises(EngineError, match="closed"):
         engine.launch(driver.decode_plan([0]))
+
+
+def test_a_layout_that_cannot_be_served_is_refused_before_the_weights_are_loaded(
+    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(layout: CacheLayout) -> None:
+        raise ModelLoadError(f"{layout.page_bytes} bytes a page are too many.")
+
+    monkeypatch.setattr(torch_engine, "load_model", None)  # not to be called
+    with pytest.raises(ModelLoadError, match="[1-9][0-9]+ bytes a page"):
+        open_engine(checkpoints("llama"), "cpu", check_layout=refuse)
 
 
 def test_cudnn_plans_no_attention(checkpoints: Callable[[str], Path]) -> None:

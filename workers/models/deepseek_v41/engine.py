@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,9 +11,7 @@ import torch
 
 from workers.cache_layout import weights_identity
 from workers.device import default_dtype, open_device
-from workers.engine import EngineError, EngineInfo, ModelLoadError
-from workers.host_memory import available_host_memory
-from workers.memory_plan import PoolPlan, host_pool_bytes, pages_for, plan_pool
+from workers.engine import EngineInfo, ModelLoadError
 from workers.models.deepseek_v41.cache_layout import build_cache_layout
 from workers.models.deepseek_v41.checkpoint import open_checkpoint
 from workers.models.deepseek_v41.config_file import read_config
@@ -37,7 +34,7 @@ from workers.models.deepseek_v41.serving_layout import (
     ServingLayout,
     build_serving_layout,
 )
-from workers.trial_steps import heaviest_steps
+from workers.pool_sizing import allocating_pools, choose_context_length, size_pools
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,8 +47,6 @@ if TYPE_CHECKING:
     from workers.models.deepseek_v41.config import ModelConfig
     from workers.models.deepseek_v41.model import DeepseekV41
     from workers.models.deepseek_v41.safetensors_header import StoredTensor
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -120,20 +115,16 @@ def create_deepseek_v41_engine(settings: EngineSettings) -> DeepseekV41Engine:
         layout=build_cache_layout(config, layout, settings.keep_tokens, name, identity),
         num_pages=0,
         max_num_seqs=settings.max_num_seqs,
-        max_model_len=_context_length(settings, config),
+        max_model_len=choose_context_length(settings.max_model_len, config.max_position_embeddings),
         vocab_size=config.vocab_size,
         eos_token_ids=tuple(t for t in config.eos_token_ids if t < config.vocab_size),
         # Engram rows of a decode are looked up on the host, from the token sampled before.
         pipeline_depth=0 if device.type == "cpu" or config.engram_layer_ids else 1,
         device=str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
     )
-    settings.report("planning memory")
-    plan = _plan_memory(parts, info)
-    info = replace(info, num_pages=plan.num_pages, max_model_len=plan.max_model_len)
-    settings.report(
-        f"KV cache of {plan.num_pages} pages, {plan.num_pages * info.layout.page_tokens} tokens"
-    )
-    return _with_pools(parts, info)
+    info = size_pools(settings, info, device, parts.engine)
+    with allocating_pools(info, device):
+        return parts.engine(info)
 
 
 def _dtype_name(settings: EngineSettings, config: ModelConfig, device: torch.device) -> DTypeName:
@@ -150,20 +141,6 @@ def _kv_format(settings: EngineSettings, config: ModelConfig, dtype: DTypeName) 
             return "bfloat16"
         case _:
             return settings.kv_dtype
-
-
-def _context_length(settings: EngineSettings, config: ModelConfig) -> int:
-    limit = config.max_position_embeddings
-    if settings.max_model_len is None:
-        return limit
-    if settings.max_model_len > limit:
-        _log.warning(
-            "The context length of %d tokens exceeds the %d of the model's configuration; "
-            "output may degrade beyond that.",
-            settings.max_model_len,
-            limit,
-        )
-    return settings.max_model_len
 
 
 def _load(
@@ -216,59 +193,3 @@ def _digest(token_map: Tensor | None) -> str:
     if token_map is None:
         return ""
     return ":" + hashlib.blake2b(token_map.numpy().tobytes(), digest_size=16).hexdigest()
-
-
-def _plan_memory(parts: _Parts, info: EngineInfo) -> PoolPlan:
-    settings, layout, device = parts.settings, info.layout, parts.device
-    states = info.max_num_seqs * layout.state_bytes
-    if settings.kv_cache_gb is not None:
-        budget = int(settings.kv_cache_gb * 1e9)
-    elif device.type == "cpu":
-        pages = info.max_num_seqs * pages_for(info.max_model_len, layout.page_tokens)
-        budget = host_pool_bytes(available_host_memory() - states, pages * layout.page_bytes)
-    else:
-        peak = _measure_peak(parts, info)
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(device)
-        budget = int(free * settings.gpu_memory_utilization) - peak - states
-    return plan_pool(
-        max(0, budget),
-        layout.page_bytes,
-        layout.page_tokens,
-        info.max_model_len,
-        info.max_num_seqs,
-    )
-
-
-def _measure_peak(parts: _Parts, info: EngineInfo) -> int:
-    """Bytes that the largest steps take beside weights and pools; runs them against one page."""
-    engine = _with_pools(parts, replace(info, num_pages=1))
-    before = torch.cuda.memory_allocated(parts.device)
-    torch.cuda.reset_peak_memory_stats(parts.device)
-    limit = parts.settings.max_batched_tokens
-    try:
-        for plan in heaviest_steps(info, limit):
-            engine.launch(plan)
-            engine.collect()
-    except EngineError as error:
-        raise ModelLoadError(
-            f"A trial step of {limit} tokens failed; lower the number of batched tokens or the "
-            f"context length ({error})."
-        ) from error
-    peak = torch.cuda.max_memory_allocated(parts.device) - before
-    _log.info("The largest step takes %.2f GiB beside weights and KV cache.", peak / 2**30)
-    return peak
-
-
-def _with_pools(parts: _Parts, info: EngineInfo) -> DeepseekV41Engine:
-    try:
-        with torch.inference_mode():
-            return parts.engine(info)
-    except (torch.OutOfMemoryError, RuntimeError) as error:
-        pages = info.num_pages * info.layout.page_bytes
-        states = info.max_num_seqs * info.layout.state_bytes
-        raise ModelLoadError(
-            f"The KV cache of {pages / 2**30:.1f} GiB and the states of {info.max_num_seqs} sequences, "
-            f"{states / 2**30:.1f} GiB, do not fit into the memory of {info.device}; lower their "
-            "size or the memory utilisation."
-        ) from error

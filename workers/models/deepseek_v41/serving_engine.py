@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hicache.cuda_pools import PinnedPool
 from hicache.errors import HostPoolError
 from workers.engine import EngineError, EngineInfo, StepPlan, StepResult
+from workers.launched_steps import LaunchedSteps
 from workers.memory_plan import pages_for
 from workers.models.deepseek_v41.cache_copies import DeepseekV41Copies
 from workers.models.deepseek_v41.slot_tables import PreparedStep, SlotTables
@@ -27,16 +25,6 @@ if TYPE_CHECKING:
     from workers.models.deepseek_v41.engram_lookup import EngramLookup
     from workers.models.deepseek_v41.model import DeepseekV41
     from workers.models.deepseek_v41.serving_caches import ServingCaches
-
-
-@dataclass(frozen=True)
-class _Running:
-    """A launched step: its tokens, on the device or on their way to the host."""
-
-    step: int
-    slots: list[int]
-    sampled: SampledTokens
-    done: torch.cuda.Event | None
 
 
 class DeepseekV41Engine:
@@ -66,7 +54,7 @@ class DeepseekV41Engine:
             device,
         )
         self._sampler = Sampler(info.max_num_seqs, info.vocab_size, info.eos_token_ids, device)
-        self._running: deque[_Running] = deque()
+        self._launched = LaunchedSteps(device, info.pipeline_depth)
         self._hicache_copy: CopyChoice = hicache_copy
         self._pinned: PinnedPool | None = None
         self._copies: DeepseekV41Copies | None = None
@@ -92,37 +80,16 @@ class DeepseekV41Engine:
         Raises:
             EngineError: the engine is closed, has too many steps running, or the device failed.
         """
-        if len(self._running) > self._info.pipeline_depth:
-            raise EngineError(
-                f"{len(self._running)} steps are running; collect one before the next launch."
-            )
-        try:
-            if self._copies is not None:
-                self._copies.before_step(plan)
-            with torch.inference_mode():
-                self._running.append(self._start(plan))
-        except torch.OutOfMemoryError as error:
-            raise EngineError(
-                "The device ran out of memory during a step; lower the memory utilisation or the "
-                f"number of batched tokens ({error})."
-            ) from error
-        except RuntimeError as error:
-            if isinstance(error, EngineError):
-                raise
-            raise EngineError(f"The device failed during step {plan.step}: {error}") from error
+        self._launched.launch(plan.step, lambda: self._compute(plan))
 
-    def _start(self, plan: StepPlan) -> _Running:
+    def _compute(self, plan: StepPlan) -> tuple[list[int], SampledTokens]:
         model = self._open()
+        if self._copies is not None:
+            self._copies.before_step(plan)
         self._sampler.observe(plan.prompts)
         prepared = self._tables.prepare(plan)
         logits = model(prepared.step, self._caches)
-        sampled = self._sample(prepared, logits)
-        done = None
-        if self._device.type == "cuda":
-            sampled = sampled.to_host()
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
-        return _Running(plan.step, prepared.slots, sampled, done)
+        return prepared.slots, self._sample(prepared, logits)
 
     def _sample(self, prepared: PreparedStep, logits: Tensor | None) -> SampledTokens:
         if logits is None or not prepared.slots:
@@ -135,22 +102,9 @@ class DeepseekV41Engine:
 
     def collect(self) -> StepResult:
         """See `Engine.collect`."""
-        if not self._running:
-            raise EngineError("No step is running.")
-        running = self._running.popleft()
-        if running.done is not None:
-            try:
-                running.done.synchronize()
-            except RuntimeError as error:
-                raise EngineError(
-                    f"The device failed during step {running.step}: {error}"
-                ) from error
-        self._tables.collected(running.slots, running.sampled.tokens)
-        return StepResult(
-            step=running.step,
-            tokens=running.sampled.tokens.numpy().astype(np.int32),
-            logprobs=running.sampled.host_logprobs(),
-        )
+        step = self._launched.collect()
+        self._tables.collected(step.slots, step.sampled.tokens)
+        return step.result()
 
     def logits(self, plan: StepPlan) -> Tensor:
         """Compute a step without sampling: logits, float32 [rows,vocab_size] on the device.
@@ -210,7 +164,7 @@ class DeepseekV41Engine:
             torch.cuda.synchronize(self._device)
             self._pinned.close()
             self._pinned = self._copies = None
-        self._running.clear()
+        self._launched.clear()
         self._model = None
         if self._engram is not None:
             self._engram.close()

@@ -16,6 +16,7 @@ from hicache.cuda_copy_method import (
     first_line,
     single_rows,
 )
+from hicache.errors import HostPoolError
 from hicache.runs import RowRuns
 
 BLOCKS: Final = 16
@@ -97,11 +98,22 @@ class KernelCopy:
         }
 
     def start(self, direction: Direction, runs: RowRuns, stream: CudaStream) -> None:
-        """See `CopyMethod`."""
+        """See `CopyMethod`.
+
+        Raises:
+            HostPoolError: the driver refuses.
+        """
         device, host, _ = single_rows(runs)
         pair = (device, host) if direction == "up" else (host, device)
         pairs = np.stack(pair, axis=1).astype(np.int32)
-        self._kernel.launch(self._arguments[direction], pairs, stream)
+        try:
+            self._kernel.launch(self._arguments[direction], pairs, stream)
+        except Exception as error:  # cuda-core's errors have no public type
+            raise HostPoolError(
+                f"CUDA refused to launch the copy of {len(pairs)} rows {direction} between GPU and prefix "
+                f"cache ({first_line(error)}): an earlier failure of the GPU shows like this too; see the "
+                "log before it, or try --hicache-copy batch."
+            ) from error
 
 
 def cut_row(row_bytes: int) -> tuple[int, int]:

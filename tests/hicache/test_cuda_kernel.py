@@ -23,6 +23,7 @@ from hicache.cuda_copy_kernel import (
 from hicache.cuda_copy_method import CopyMethodMissing, PoolPair, import_package
 from hicache.cuda_kernel_cache import cached_cubin, kernel_folder
 from hicache.cuda_kernel_copy import MAX_PIECE_BYTES, KernelCopy, cut_row, try_copy_kernel
+from hicache.errors import HostPoolError
 from hicache.runs import merge_runs
 
 NUM_ARGUMENTS = 9
@@ -141,13 +142,22 @@ def test_the_trial_copies_sixteen_bytes_to_those_behind_them(on_cpu):
     assert memory.ravel().tolist() == 2 * list(range(16))
 
 
-def test_a_kernel_that_cannot_be_launched_is_found_out_by_it():
-    class Kernel:
-        def launch(self, arguments, pairs, stream) -> None:
-            raise ValueError("no such launch\nsee the manual")
+class RefusedKernel:
+    def launch(self, arguments, pairs, stream) -> None:
+        raise ValueError("no such launch\nsee the manual")
 
+
+def test_a_kernel_that_cannot_be_launched_is_found_out_by_it():
     with pytest.raises(CopyMethodMissing, match=r"\(no such launch\)$"):
-        try_copy_kernel(Kernel(), 4096, None)
+        try_copy_kernel(RefusedKernel(), 4096, None)
+
+
+def test_a_refused_launch_is_one_sentence_for_the_user():
+    """And of the type that a worker knows: its prompt is served without being stored."""
+    copy = KernelCopy(PoolPair(4096, 16, 8192, 16), RefusedKernel())
+    rows = np.arange(3, dtype=np.int32)
+    with pytest.raises(HostPoolError, match=r"copy of 3 rows down .*\(no such launch\).*copy batch"):
+        copy.start("down", merge_runs(rows, rows), None)
 
 
 @pytest.mark.parametrize(

@@ -437,7 +437,7 @@ def test_a_layout_that_cannot_be_served_is_refused_before_the_weights_are_loaded
         raise ModelLoadError(f"{layout.page_bytes} bytes a page are too many.")
 
     monkeypatch.setattr(torch_engine, "load_model", None)  # not to be called
-    with pytest.raises(ModelLoadError, match="[1-9][0-9]+ bytes a page"):
+    with pytest.raises(ModelLoadError, match=r"[1-9][0-9]+ bytes a page"):
         open_engine(checkpoints("llama"), "cpu", check_layout=refuse)
 
 

@@ -156,7 +156,9 @@ def test_a_refused_launch_is_one_sentence_for_the_user():
     """And of the type that a worker knows: its prompt is served without being stored."""
     copy = KernelCopy(PoolPair(4096, 16, 8192, 16), RefusedKernel())
     rows = np.arange(3, dtype=np.int32)
-    with pytest.raises(HostPoolError, match=r"copy of 3 rows down .*\(no such launch\).*copy batch"):
+    with pytest.raises(
+        HostPoolError, match=r"copy of 3 rows down .*\(no such launch\).*copy batch"
+    ):
         copy.start("down", merge_runs(rows, rows), None)
 
 

@@ -55,6 +55,10 @@ class CudaEvent(Protocol):
         """Whether the stream has passed it. Never blocks."""
         ...
 
+    def elapsed_time(self, later: CudaEvent, /) -> float:
+        """Milliseconds from here to `later`. Both are timed, recorded and passed."""
+        ...
+
 
 class CudaStream(Protocol):
     """As `torch.cuda.Stream`: a queue of work for the device."""
@@ -70,6 +74,10 @@ class CudaStream(Protocol):
 
     def wait_event(self, event: CudaEvent) -> None:
         """Work given from now on starts when `event` is passed."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until all work given so far is over."""
         ...
 
 

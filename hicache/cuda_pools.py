@@ -14,6 +14,7 @@ from hicache.cuda_copy_kernel import CompiledCopyKernel, address_on_device
 from hicache.cuda_copy_method import (
     CopyMethod,
     CopyMethodMissing,
+    CudaEvent,
     CudaStream,
     Direction,
     PoolPair,
@@ -89,6 +90,7 @@ def open_cuda_row_copier(
         _as_stream(torch.cuda.Stream(device)),  # type: ignore[no-untyped-call]
         _as_stream(torch.cuda.Stream(device)),  # type: ignore[no-untyped-call]
         lambda: _as_stream(torch.cuda.current_stream(device)),
+        record_time,
     )
     pools = PoolPair(
         device_rows.data_ptr(),
@@ -184,6 +186,13 @@ def check_copy(device: torch.device, attempt: Callable[[int], None]) -> None:
     torch.cuda.synchronize(device)  # also before the memory is given back
     if scratch.tolist() != 2 * list(range(16)):
         raise CopyMethodMissing("a copy within the GPU brought other bytes than it should")
+
+
+def record_time(stream: CudaStream | None = None) -> CudaEvent:
+    """Record an event that tells when it was passed; None: in the current stream."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(cast("torch.cuda.Stream | None", stream))
+    return cast("CudaEvent", event)
 
 
 def _as_stream(stream: torch.cuda.Stream) -> CudaStream:

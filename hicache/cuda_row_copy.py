@@ -24,6 +24,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hicache.cuda_copy_method import CopyMethod, CudaEvent, CudaStream, Direction
+from hicache.errors import HostPoolError
 from hicache.row_copy import Done, PendingCopy
 from hicache.runs import IndexArray, RowRuns, merge_runs
 
@@ -37,14 +38,19 @@ so stores use the batched call down to where a run costs more time to begin than
 
 
 @dataclass(frozen=True)
-class EventMark:
-    """Done when a stream has passed an event."""
+class TimedCopy:
+    """Lies between two timed events of a stream, of which the first one comes behind all waiting."""
 
-    event: CudaEvent
+    begun: CudaEvent
+    over: CudaEvent
 
     def done(self) -> bool:
         """See `PendingCopy`."""
-        return self.event.query()
+        return self.over.query()
+
+    def seconds(self) -> float:
+        """See `PendingCopy`."""
+        return self.begun.elapsed_time(self.over) / 1e3
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,8 @@ class CopyStreams:
     down: CudaStream
     engine: Callable[[], CudaStream]
     """The stream on which the next step will run."""
+    record_time: Callable[[CudaStream], CudaEvent]
+    """Record an event in a stream that tells when it was passed."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +101,9 @@ class CudaRowCopier:
         streams, engine = self._streams, self._streams.engine()
         self.before_overwrite(device_rows)
         streams.up.wait_event(engine.record_event())
-        self._start("up", device_rows, host_rows, streams.up)
-        over = streams.up.record_event()
-        engine.wait_event(over)
-        return EventMark(over)
+        copy = self._start("up", device_rows, host_rows, streams.up)
+        engine.wait_event(copy.over)
+        return copy
 
     def download(self, device_rows: IndexArray, host_rows: IndexArray) -> PendingCopy:
         """See `RowCopier`."""
@@ -104,10 +111,9 @@ class CudaRowCopier:
             return Done()
         streams = self._streams
         streams.down.wait_event(streams.engine().record_event())
-        self._start("down", device_rows, host_rows, streams.down)
-        over = streams.down.record_event()
-        self._stores.append(_Store(device_rows.copy(), over))
-        return EventMark(over)
+        copy = self._start("down", device_rows, host_rows, streams.down)
+        self._stores.append(_Store(device_rows.copy(), copy.over))
+        return copy
 
     def before_overwrite(self, device_rows: IndexArray) -> None:
         """See `RowCopier`."""
@@ -122,6 +128,12 @@ class CudaRowCopier:
 
     def _start(
         self, direction: Direction, device: IndexArray, host: IndexArray, stream: CudaStream
-    ) -> None:
+    ) -> TimedCopy:
         runs = merge_runs(device, host)
-        self._methods.pick(direction, runs).start(direction, runs, stream)
+        begun = self._streams.record_time(stream)
+        try:
+            self._methods.pick(direction, runs).start(direction, runs, stream)
+        except HostPoolError:
+            stream.synchronize()  # some of the runs may be under way, and their rows go to others now
+            raise
+        return TimedCopy(begun, self._streams.record_time(stream))

@@ -6,6 +6,9 @@ return at once where the device works on its own; a copy is over when its `Pendi
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from hicache.host_pool import RowArray
@@ -17,6 +20,10 @@ class PendingCopy(Protocol):
 
     def done(self) -> bool:
         """Whether all its bytes have arrived. Never blocks."""
+        ...
+
+    def seconds(self) -> float:
+        """How long its bytes travelled, without what it waited for before. Asked when it is `done`."""
         ...
 
 
@@ -49,12 +56,27 @@ class RowCopier(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class Done:
-    """A copy that was over when it was started."""
+    """A copy that was over when the call that started it returned."""
+
+    taken: float = 0.0
+    """Seconds."""
 
     def done(self) -> bool:
         """Yes."""
         return True
+
+    def seconds(self) -> float:
+        """See `PendingCopy`."""
+        return self.taken
+
+
+def copy_now(copy: Callable[[], None]) -> Done:
+    """Make a copy that is over when `copy` returns."""
+    started = time.perf_counter()
+    copy()
+    return Done(time.perf_counter() - started)
 
 
 class CpuRowCopier:
@@ -70,15 +92,21 @@ class CpuRowCopier:
 
     def upload(self, device_rows: IndexArray, host_rows: IndexArray) -> PendingCopy:
         """See `RowCopier`."""
-        for device, host, length in zip(*merge_runs(device_rows, host_rows), strict=True):
-            self._device[device : device + length] = self._host[host : host + length]
-        return Done()
+
+        def copy() -> None:
+            for device, host, length in zip(*merge_runs(device_rows, host_rows), strict=True):
+                self._device[device : device + length] = self._host[host : host + length]
+
+        return copy_now(copy)
 
     def download(self, device_rows: IndexArray, host_rows: IndexArray) -> PendingCopy:
         """See `RowCopier`."""
-        for device, host, length in zip(*merge_runs(device_rows, host_rows), strict=True):
-            self._host[host : host + length] = self._device[device : device + length]
-        return Done()
+
+        def copy() -> None:
+            for device, host, length in zip(*merge_runs(device_rows, host_rows), strict=True):
+                self._host[host : host + length] = self._device[device : device + length]
+
+        return copy_now(copy)
 
     def before_overwrite(self, device_rows: IndexArray) -> None:
         """See `RowCopier`. Downloads are over."""

@@ -7,7 +7,6 @@ turn of the worker's loop, also of an idle one.
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ class TransferCounts:
 
     num_bytes: int = 0
     seconds: float = 0.0
-    """Sum over all transfers of the time from start to arrival."""
+    """That the bytes travelled, added up; not what they waited for before."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ class _Transfer:
     subject: Hit | PrefixStore
     copies: tuple[PendingCopy, ...]
     num_bytes: int
-    started: float
     is_whole: bool = True
     """Whether all of its copies could be started."""
 
@@ -77,7 +75,6 @@ class PrefixTransfers:
         """
         assert self._copies is not None
         for load in loads:
-            started = time.monotonic()
             num_bytes = len(load.pages) * self._geometry.page_bytes
             if load.hit.state_slot != NO_SLOT:
                 num_bytes += self._geometry.state_bytes
@@ -88,7 +85,7 @@ class PrefixTransfers:
                 # prefix, so that its request is not lost.
                 self._cache.flush()
                 raise EngineError(f"A cached prefix cannot be loaded: {error}") from error
-            self._open.append(_Transfer(load.hit, copies, num_bytes, started))
+            self._open.append(_Transfer(load.hit, copies, num_bytes))
         self.poll()  # on a CPU, they are over
 
     def store(self, stores: Iterable[PrefixStore]) -> None:
@@ -96,7 +93,6 @@ class PrefixTransfers:
         counted."""
         assert self._copies is not None
         for store in stores:
-            started = time.monotonic()
             copies: list[PendingCopy] = []
             is_whole = True
             try:
@@ -106,7 +102,7 @@ class PrefixTransfers:
                 self._cache.withdraw(store.announcement)
                 self._report(error)
             num_bytes = store.plan.num_bytes
-            self._open.append(_Transfer(store, tuple(copies), num_bytes, started, is_whole))
+            self._open.append(_Transfer(store, tuple(copies), num_bytes, is_whole))
         self.poll()
 
     def _report(self, error: HostPoolError) -> None:
@@ -140,7 +136,7 @@ class PrefixTransfers:
     def _count(self, direction: Direction, transfer: _Transfer) -> None:
         counts = self.counts[direction]
         counts.num_bytes += transfer.num_bytes
-        counts.seconds += time.monotonic() - transfer.started
+        counts.seconds += sum(copy.seconds() for copy in transfer.copies)
 
 
 def _start_load(copies: CacheCopies, load: PrefixLoad) -> Iterator[PendingCopy]:

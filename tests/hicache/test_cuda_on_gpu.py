@@ -118,6 +118,22 @@ def refill(device: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("choice", CHOICES)
+def test_the_time_of_a_copy_is_not_that_of_the_step_before_it(make_pools, choice):
+    pools = make_pools(114_048, 64, choice)
+    rows = np.arange(64, dtype=np.int32)
+    for start in (pools.copier.download, pools.copier.upload):
+        for _ in range(2):  # the first turn may load kernels
+            begun = torch.cuda.Event(enable_timing=True)
+            slept = torch.cuda.Event(enable_timing=True)
+            begun.record()
+            torch.cuda._sleep(SLOW_CYCLES)
+            slept.record()
+            copy = start(rows, rows)
+            torch.cuda.synchronize()
+        assert 0 < copy.seconds() < begun.elapsed_time(slept) / 1e3 / 4
+
+
+@pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("on_default_stream", [True, False])
 def test_copies_and_steps_keep_their_order(make_pools, choice, on_default_stream):
     """A store reads what the slow step before it writes, the step after it may overwrite that, a load

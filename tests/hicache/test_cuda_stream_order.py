@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hicache.cuda_batch_copy import BatchCopy
 from hicache.cuda_copy_method import PoolPair
 from hicache.cuda_row_copy import BATCH_FROM_BYTES, CopyStreams, CudaRowCopier, MethodChoice
+from hicache.errors import HostPoolError
 from hicache.runs import RowRuns
 
 ROWS = 8
@@ -25,9 +26,22 @@ ROW_BYTES = 32
 @dataclass
 class Event:
     passed: bool = False
+    time: float = 0.0
+    """Milliseconds."""
 
     def query(self) -> bool:
         return self.passed
+
+    def elapsed_time(self, later: Event) -> float:
+        assert self.passed and later.passed, "asked before it was over"
+        return later.time - self.time
+
+
+@dataclass
+class Clock:
+    """Every copied run and every step takes its time."""
+
+    now: float = 0.0
 
 
 @dataclass
@@ -35,6 +49,8 @@ class Stream:
     """Work in the order in which it was given; nothing happens before `step`."""
 
     cuda_stream: int
+    clock: Clock
+    synchronize: Callable[[], None]
     work: deque[Callable[[], bool]] = field(default_factory=deque)
 
     def record_event(self) -> Event:
@@ -42,6 +58,7 @@ class Stream:
 
         def passes() -> bool:
             event.passed = True
+            event.time = self.clock.now
             return True
 
         self.work.append(passes)
@@ -50,9 +67,10 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         self.work.append(event.query)
 
-    def give(self, action: Callable[[], None]) -> None:
+    def give(self, action: Callable[[], None], takes: float = 1.0) -> None:
         def act() -> bool:
             action()
+            self.clock.now += takes
             return True
 
         self.work.append(act)
@@ -71,21 +89,26 @@ class Machine:
     def __init__(self) -> None:
         self.host = np.zeros((ROWS, ROW_BYTES), np.uint8)
         self.device = np.zeros((ROWS, ROW_BYTES), np.uint8)
-        self.streams = [Stream(number) for number in (0, 7, 8)]
+        clock = Clock()
+        self.streams = [Stream(number, clock, self.finish) for number in (0, 7, 8)]
+        self.refused_after = ROWS + 1
         self.engine, up, down = self.streams
         pools = PoolPair(self.device.ctypes.data, ROW_BYTES, self.host.ctypes.data, ROW_BYTES)
         method = BatchCopy(pools, self.batch_call)
         self.copier = CudaRowCopier(
-            MethodChoice(method, method, ROW_BYTES), CopyStreams(up, down, lambda: self.engine)
+            MethodChoice(method, method, ROW_BYTES),
+            CopyStreams(up, down, lambda: self.engine, lambda stream: stream.record_event()),
         )
 
     def batch_call(self, targets, sources, sizes, handle) -> str:
         assert handle != 0, "the batched call does not take the default stream"
         assert len(targets) == len(sources) == len(sizes) > 0
         stream = next(s for s in self.streams if s.cuda_stream == handle)
-        for target, source, size in zip(targets, sources, sizes, strict=True):
+        for target, source, size in list(zip(targets, sources, sizes, strict=True))[
+            : self.refused_after
+        ]:
             stream.give(lambda t=target, s=source, n=size: ctypes.memmove(t, s, n))
-        return ""
+        return "" if len(targets) <= self.refused_after else "cudaErrorUnknown"
 
     def run(self, draws: list[int]) -> None:
         """Let the streams go on in the drawn order, one piece of work at a time."""
@@ -162,6 +185,29 @@ def test_a_step_that_writes_elsewhere_does_not_wait_for_a_store():
     assert copy.done()
     machine.copier.before_overwrite(np.array([2], np.int32))
     assert not machine.engine.work, "a store that is over is forgotten"
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_the_time_of_a_copy_is_not_that_of_the_step_before_it(direction):
+    machine = Machine()
+    machine.engine.give(lambda: None, takes=5000.0)
+    copier = machine.copier
+    start = copier.upload if direction == "up" else copier.download
+    copy = start(np.array([1, 3], np.int32), np.array([0, 5], np.int32))
+    machine.engine.give(lambda: None, takes=700.0)
+    machine.finish()
+    assert copy.seconds() == 2 * 1.0 / 1000, "two runs of a millisecond each"
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_of_a_copy_that_was_refused_nothing_is_under_way(direction):
+    """Its rows go to others as soon as the call has raised."""
+    machine = Machine()
+    machine.refused_after = 2
+    start = machine.copier.upload if direction == "up" else machine.copier.download
+    with pytest.raises(HostPoolError, match="cudaErrorUnknown"):
+        start(np.array([1, 3, 5], np.int32), np.array([0, 5, 7], np.int32))
+    assert not any(stream.work for stream in machine.streams)
 
 
 class Named:

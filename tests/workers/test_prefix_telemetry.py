@@ -37,3 +37,15 @@ def test_a_miss_names_its_request(make_rank):
     rank.add(7, [1] * 40, 1)
     rank.run()
     assert [miss.request_id for miss in rank.cache.recent_misses()] == ["r7"]
+
+
+def test_the_seconds_of_copies_are_those_that_their_bytes_travelled(make_rank):
+    """Not the time until somebody looked whether they are over, with whole steps in between."""
+    rank = make_rank(5, 11, delay=6)
+    for number in range(2):
+        rank.add(number, [1] * 40, 3)
+        rank.run()
+    # Of the first prompt pages and two states, of the second one nothing more; up, pages and a state.
+    one = 0.25  # what the copies of this test say of themselves
+    assert rank.transfers.counts["down"].seconds == 3 * one
+    assert rank.transfers.counts["up"].seconds == 2 * one

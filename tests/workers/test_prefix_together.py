@@ -118,13 +118,18 @@ def test_many_that_wait_are_not_looked_up_at_every_step(make_rank, monkeypatch, 
     count, steps = 80, len(SYSTEM) // PAGE
     rank = make_rank(window, keep, num_pages=4000, host_pages=4000, host_states=99, budget=PAGE)
     calls: Counter[str] = Counter()
-    for name in ("keys", "findable_tokens", "announced"):
 
-        def counting(*arguments, name=name, call=getattr(rank.cache, name)):
+    def count_calls(name: str) -> None:
+        call = getattr(rank.cache, name)
+
+        def counting(*arguments):
             calls[name] += 1
             return call(*arguments)
 
         monkeypatch.setattr(rank.cache, name, counting)
+
+    for name in ("keys", "findable_tokens", "announced"):
+        count_calls(name)
     add_chunk = rank.scheduler._add_chunk
 
     def add_and_leave_room(batch, sequence) -> bool:

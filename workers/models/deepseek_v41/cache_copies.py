@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hicache.cuda_pools import open_cuda_row_copier
-from hicache.cuda_row_copy import EventMark
-from hicache.row_copy import CpuRowCopier, Done, PendingCopy, RowCopier
+from hicache.cuda_pools import open_cuda_row_copier, record_time
+from hicache.cuda_row_copy import TimedCopy
+from hicache.row_copy import CpuRowCopier, PendingCopy, RowCopier, copy_now
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hicache.copy_choice import CopyChoice
     from hicache.host_pool import HostPool
     from hicache.runs import IndexArray
@@ -52,19 +54,25 @@ class DeepseekV41Copies:
 
     def load_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
         """See `CacheCopies`."""
-        stored = self._states[host_slot].to(self._device, non_blocking=True)
-        self._engine.load_state(slot, stored, position)
-        return self._mark()
+
+        def copy() -> None:
+            stored = self._states[host_slot].to(self._device, non_blocking=True)
+            self._engine.load_state(slot, stored, position)
+
+        return self._run(copy)
 
     def store_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
         """See `CacheCopies`."""
-        stored = self._engine.cut_state(slot, position)
-        self._states[host_slot].copy_(stored, non_blocking=True)
-        return self._mark()
 
-    def _mark(self) -> PendingCopy:
+        def copy() -> None:
+            stored = self._engine.cut_state(slot, position)
+            self._states[host_slot].copy_(stored, non_blocking=True)
+
+        return self._run(copy)
+
+    def _run(self, copy: Callable[[], None]) -> PendingCopy:
         if self._on_cpu:
-            return Done()
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return EventMark(event)
+            return copy_now(copy)
+        begun = record_time()
+        copy()
+        return TimedCopy(begun, record_time())

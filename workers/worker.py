@@ -33,6 +33,7 @@ from transport.sockets import DealerSocket, Received
 from transport.telemetry import MetricSet
 from workers.daemon_inbox import DaemonInbox
 from workers.engine import Engine, EngineInfo
+from workers.idle_check import IdleCheck
 from workers.prefix_storage import PrefixStorage
 from workers.random_seed import choice_seed
 from workers.scheduler import Scheduler, StepOutput, TokenRow
@@ -141,7 +142,7 @@ class Worker:
         poller.register(self._dealer.socket, zmq.POLLIN)
         poller.register(stop.fd, zmq.POLLIN)
         self._dealer.send(hello)
-        is_checked = False
+        idle_check = self._make_idle_check()
         while not stop.is_set():
             if inbox.router_lost.is_set():
                 inbox.router_lost.clear()
@@ -156,16 +157,16 @@ class Worker:
                 worked = True
             self._link.tick()
             if worked:
-                is_checked = False
+                idle_check.busy()
                 continue
             self._telemetry.update(self._scheduler)
-            is_quiet = not poller.poll(self._idle_ms(idle_seconds))
-            if is_quiet and not is_checked:
-                # This walks the whole pool: not between two requests that follow each other.
-                self._scheduler.check_integrity()
-                if self._prefixes is not None:
-                    self._prefixes.check_integrity()
-                is_checked = True
+            if not poller.poll(self._idle_ms(idle_seconds)):
+                idle_check.quiet()
+
+    def _make_idle_check(self) -> IdleCheck:
+        if self._prefixes is None:
+            return IdleCheck([self._scheduler.check_integrity])
+        return IdleCheck([self._scheduler.check_integrity, self._prefixes.check_integrity])
 
     def _carry_out(self, command: CacheCommand) -> None:
         content = CacheContent(enabled=False)

@@ -159,6 +159,8 @@ class RunDirectory:
 
     path: Path
     _lock_fd: int
+    keep_log: bool = False
+    """Leave the log where it is: what has ended may want an explanation."""
 
     @classmethod
     def lock(cls, path: Path, instance: str) -> RunDirectory:
@@ -191,10 +193,10 @@ class RunDirectory:
         temporary.replace(self.path / CHILDREN_FILE)
 
     def close(self) -> None:
-        """Remove our files and the directory, then free the lock. Idempotent."""
+        """Remove our files and, if nothing stays in it, the directory; then free the lock. Idempotent."""
         if self._lock_fd < 0:
             return
-        self._remove_files()
+        self._remove_files(keep=(LOG_FILE,) if self.keep_log else ())
         with contextlib.suppress(OSError):
             (self.path / LOCK_FILE).unlink()
         # Fails where others have files in it, or where systemd owns the parent: both are fine.

@@ -73,21 +73,19 @@ def run_instance(config: InstanceConfig, signals: StopSignals) -> None:
                 gc.freeze()
                 supervisor = Supervisor(specs, directory.record_children)
                 port: int = listener.getsockname()[1]
-                instance = Instance(
-                    plan,
-                    supervisor,
-                    server,
-                    port,
-                    lambda url: announce(
-                        plan.model_name, url, bool(read_chat_templates(model_dir))
-                    ),
-                )
-                instance.run(signals)
+
+                def on_ready(url: str) -> None:
+                    # From here on there may be nobody who sees why it ends, but for its log.
+                    directory.keep_log = True
+                    announce(plan.model_name, url, bool(read_chat_templates(model_dir)))
+
+                Instance(plan, supervisor, server, port, on_ready).run(signals)
             finally:
                 server.close()
                 context.term()
                 pools.close()
         log.info("stopped; nothing is left")
+        directory.keep_log = False
     finally:
         directory.close()
 

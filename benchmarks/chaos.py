@@ -7,12 +7,9 @@ request failed for no reason that a client must expect, or something was left be
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -30,7 +27,7 @@ from benchmarks.chaos_leaks import SHARED_MEMORY, held_when_idle, left_after_end
 from benchmarks.chaos_losses import Chaos
 from benchmarks.chaos_report import Figures, make_figures, show
 from benchmarks.chaos_requests import make_requests
-from benchmarks.servers import free_port, start_daemon, wait_for
+from benchmarks.servers import free_port, started
 from benchmarks.tiny_model import make_tiny_model
 
 CLIENTS: Final = 16
@@ -99,10 +96,7 @@ def run(
     options = {**OPTIONS, "model": model}
     if isinstance(model, str):
         del options["kv_cache_gb"]
-    daemon = start_daemon(folder, port, **options)
-    try:
-        with console.status("starting"):
-            wait_for(f"http://127.0.0.1:{port}/ready", daemon, folder / "log")
+    with started(folder, port, options) as daemon:
         chaos = Chaos(port, folder / "run", every, random.Random(seed))
         with console.status("asking undisturbed"):
             known = asyncio.run(undisturbed(port, make_requests(seed, kinds), random.Random(seed)))
@@ -117,10 +111,6 @@ def run(
         chaos.processes()
         leaks |= end_daemon(daemon)
         leaks |= left_after_end(daemon.pid, folder / "run", chaos.pids, shared_before)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(daemon.pid, signal.SIGKILL)
-        daemon.wait(60)
     return make_figures(
         seed=seed, minutes=minutes, model=Path(model).name, kinds=kinds,
         unsteady=kinds - len(steady), tally=tally, losses=chaos.losses,

@@ -9,17 +9,12 @@ request failed, or something was left behind.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import random
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -39,7 +34,7 @@ from benchmarks.prefix_soak_run import (
     MemoryWatch,
 )
 from benchmarks.prefix_turns import KnownTurns, TurnMaker, model_length
-from benchmarks.servers import free_port, start_daemon, wait_for
+from benchmarks.servers import free_port, started
 from daemon.cli.check.api_client import ApiClient
 
 TINY: Final = Path(__file__).parents[1] / "tests/data/v41_tiny"
@@ -85,21 +80,6 @@ class SoakFigures(msgspec.Struct, frozen=True):
     def passed(self) -> bool:
         """Whether all is as promised."""
         return not (self.wrong_texts or self.errors or self.leaks)
-
-
-@contextlib.contextmanager
-def started(
-    folder: Path, port: int, options: dict[str, object]
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A ready instance; whatever happens, nothing of it runs afterwards."""
-    daemon = start_daemon(folder, port, **options)
-    try:
-        wait_for(f"http://127.0.0.1:{port}/ready", daemon, folder / "log")
-        yield daemon
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(daemon.pid, signal.SIGKILL)
-        daemon.wait(60)
 
 
 def know_turns(port: int, conversations: int, seed: int, console: Console) -> KnownTurns:

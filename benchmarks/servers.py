@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -58,6 +60,21 @@ def start_daemon(folder: Path, port: int, **options: object) -> subprocess.Popen
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log_file,
             start_new_session=True,
         )  # fmt: skip
+
+
+@contextlib.contextmanager
+def started(
+    folder: Path, port: int, options: dict[str, object]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A ready instance; whatever happens, nothing of it runs afterwards."""
+    daemon = start_daemon(folder, port, **options)
+    try:
+        wait_for(f"http://127.0.0.1:{port}/ready", daemon, folder / "log")
+        yield daemon
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(daemon.pid, signal.SIGKILL)
+        daemon.wait(60)
 
 
 @contextlib.contextmanager

@@ -318,7 +318,7 @@ class InstanceConfig:
         Parameter(
             group=_ADMISSION,
             validator=Number(gte=0),
-            help="Requests that may wait for a worker; one more is answered 429.",
+            help="HTTP requests that may wait for a worker; one more is answered 429.",
         ),
     ] = 256
     retry_after: Annotated[
@@ -344,7 +344,8 @@ class InstanceConfig:
         Parameter(
             group=_ADMISSION,
             validator=_SECONDS,
-            help="Seconds that a request may spend with the tokenizer.",
+            help="Seconds that a request may spend at a tokenizer, or wait for a worker whose processes "
+            "keep dying before they serve (for one that loads: --start-timeout).",
         ),
     ] = 60.0
 
@@ -359,7 +360,10 @@ class InstanceConfig:
     start_timeout: Annotated[
         float,
         Parameter(
-            group=_LIFE, validator=_SECONDS, help="Seconds until the instance must be ready."
+            group=_LIFE,
+            validator=_SECONDS,
+            help="Seconds until the instance must be ready; as long requests wait for a worker that is "
+            "started again.",
         ),
     ] = 1800.0
     heartbeat_seconds: Annotated[

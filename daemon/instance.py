@@ -171,7 +171,7 @@ class Instance:
             self._exporter.process_ended(child.last_snapshot)
             child.last_snapshot = None
         for peer in self._concerned_by(child):
-            self._server.send(peer.name, PeerLost(child.name))
+            self._server.send(peer.name, PeerLost(child.name, not death.hopeless, death.pid))
         if death.hopeless and not self._was_ready:
             # What a restart does not cure lies in the model, the options or the machine.
             kind = ConfigurationError if child.fatal else DeepInferError
@@ -235,11 +235,15 @@ class Instance:
         return None
 
     def welcomed(self, name: ProcessName) -> None:
-        """A child has joined: tell a frontend how things are."""
+        """A child has joined: tell a frontend how things are, and a router for whom not to wait."""
         child = self._supervisor.children[name]
         child.state = "starting"
         if child.spec.role == "frontend":
             self._server.send(name, InstanceStatus(*self._told))
+        elif child.spec.role == "router":
+            for other in self._supervisor.children.values():
+                if other.is_given_up:
+                    self._server.send(name, PeerLost(other.name, comes_back=False))
 
     def state_changed(self, name: ProcessName, message: StateChanged) -> None:
         """A child says what it is doing."""

@@ -126,6 +126,7 @@ def _router(plan: InstancePlan) -> ChildSpec:
         retry_after_seconds=config.retry_after,
         max_migrations=config.max_migrations,
         stage_seconds=config.stage_timeout,
+        start_seconds=config.start_timeout,
     )
     return _spec(process, settings)
 

@@ -74,6 +74,11 @@ class Child:
         return self.process is not None
 
     @property
+    def is_given_up(self) -> bool:
+        """Whether there is no process and no other is started."""
+        return bool(self.fatal) and not self.alive
+
+    @property
     def ready(self) -> bool:
         """Whether it takes part in serving."""
         return self.alive and self.state == "ready" and not self.silent
@@ -84,6 +89,7 @@ class Death:
     """A child has ended without having been told to."""
 
     child: Child
+    pid: int
     reason: str
     hopeless: bool
     """A restart would not help, or has not helped often enough."""
@@ -144,7 +150,7 @@ class Supervisor:
                 "%s has ended (%s); %s", child.name, reason,
                 "it is not started again" if hopeless else f"a new one starts in {delay:g} s",
             )  # fmt: skip
-            deaths.append(Death(child, reason, hopeless))
+            deaths.append(Death(child, process.pid, reason, hopeless))
         if deaths:
             self._record()
         return deaths

@@ -108,6 +108,7 @@ class Job:
             prompt.add_special_tokens,
             common.prefix_cache,
             common.cache_salt,
+            RequestId(self.call_id if len(self.request.prompts) > 1 else ""),
         )
 
     def usage(self) -> Usage:

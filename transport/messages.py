@@ -134,10 +134,11 @@ class TokenBatch(Message, frozen=True):
 
 
 class SequenceFailed(Message, frozen=True):
-    """A worker cannot go on with one choice (or with all, ALL_CHOICES)."""
+    """A worker cannot go on with a choice; the router ends the whole request with this error."""
 
     request_id: RequestId
     index: int
+    """Which choice it was."""
     status: int
     code: str
     message: str
@@ -167,6 +168,8 @@ class Submit(Message, frozen=True):
     """Whether the prompt may be taken from the prefix cache and stored in it."""
     cache_salt: str = ""
     """Only requests with the same salt share cached prefixes."""
+    call: RequestId = RequestId("")
+    """The HTTP request, where this is one of its several prompts: `--max-waiting` counts it once."""
 
 
 class Cancel(Message, frozen=True):
@@ -358,9 +361,14 @@ class InstanceStatus(Message, frozen=True):
 
 
 class PeerLost(Message, frozen=True):
-    """Daemon -> router: this process is gone; whatever it held must go elsewhere."""
+    """A process is gone. Daemon -> router: whatever it held must go elsewhere. Of the router itself
+    daemon -> workers and tokenizers: they drop its work and join the new one."""
 
     name: ProcessName
+    comes_back: bool = True
+    """Whether the daemon starts another one."""
+    pid: int = 0
+    """Which process of that name; 0: whichever there is."""
 
 
 class Drain(Message, frozen=True):

@@ -7,17 +7,17 @@ until the end, so that a request can go on elsewhere when its tokenizer or worke
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final
 
-import msgspec
 import numpy as np
 
+from daemon.router.admission import Admission
 from daemon.router.metrics import RouterMetrics
+from daemon.router.outbox import Outgoing
 from daemon.router.placement import choose_rank, choose_tokenizer
-from daemon.router.request import NO_RANK, Choice, Request
+from daemon.router.prompt_check import find_problem, fit
+from daemon.router.request import NO_RANK, Choice, Request, Stage
+from daemon.router.roster import Roster
 from daemon.router.settings import RouterSettings
 from transport.framing import Payload, read_tokens
 from transport.ids import ProcessName, RequestId
@@ -30,12 +30,10 @@ from transport.messages import (
     Encoded,
     Finished,
     Message,
-    ModelInfo,
     RequestFailed,
     RequestRow,
     SequenceFailed,
     Serving,
-    Start,
     Submit,
     Throttle,
     TokenBatch,
@@ -45,18 +43,6 @@ from transport.sockets import Received
 
 MAX_ROWS: Final = 1000
 
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Outgoing:
-    """A message to be sent. With `forward`, the received message goes on as it came."""
-
-    peer: ProcessName
-    message: Message | None
-    frames: tuple[Payload, ...] = ()
-    forward: Received | None = None
-
 
 class RouterCore:
     """State of all requests. Every method returns what has to be sent, in order."""
@@ -65,59 +51,54 @@ class RouterCore:
         self._settings = settings
         self._metrics = metrics
         self._requests: dict[RequestId, Request] = {}
-        self._frontends: set[ProcessName] = set()
-        self._tokenizers: dict[ProcessName, int] = {}  # -> requests there
-        self._ranks: dict[int, int] = {}  # ready ranks -> open choices there
-        self._worker_names: dict[int, ProcessName] = {}
-        self._models: dict[int, ModelInfo] = {}
+        self._admission = Admission(settings)
+        self._roster = Roster(settings)
         self._out: list[Outgoing] = []
-        self._draining = False
 
     # ---- peers -----------------------------------------------------------------------------------
 
     def peer_joined(self, peer: ProcessName, role: str, now: float) -> list[Outgoing]:
         """A frontend or tokenizer has said hello (a worker joins with `WorkerReady`)."""
         if role == "frontend":
-            self._frontends.add(peer)
-            if self._models:
-                self._send(peer, Serving(self._model()))
+            self._roster.frontends.add(peer)
+            if self._roster.model is not None:
+                self._send(peer, Serving(self._roster.model))
         elif role == "tokenizer":
-            self._tokenizers[peer] = 0
+            self._roster.tokenizer_joined(peer)
             for request in self._in_stage("received"):
                 self._to_tokenizer(request, now)
         return self._take()
 
-    def worker_ready(self, peer: ProcessName, ready: WorkerReady, now: float) -> list[Outgoing]:
+    def worker_ready(self, peer: ProcessName, ready: WorkerReady) -> list[Outgoing]:
         """A worker takes sequences from now on."""
-        self._ranks[ready.rank] = 0
-        self._worker_names[ready.rank] = peer
-        self._models[ready.rank] = ready.model
-        for frontend in self._frontends:
-            self._send(frontend, Serving(self._model()))
+        self._roster.worker_ready(peer, ready)
+        self._tell_model()
         for request in self._in_stage("queued"):
             if request.rank == NO_RANK:
-                self._to_worker(request, now)
+                self._to_worker(request)
         return self._take()
 
-    def peer_lost(self, peer: ProcessName, now: float) -> list[Outgoing]:
-        """A process is gone: its requests are resubmitted elsewhere, a frontend's are dropped."""
-        if peer in self._frontends:
-            self._frontends.discard(peer)
+    def peer_lost(self, peer: ProcessName, now: float, comes_back: bool = True) -> list[Outgoing]:
+        """A process is gone: its requests are resubmitted elsewhere, a frontend's are dropped.
+        `comes_back`: another process of this name is started."""
+        roster = self._roster
+        roster.note_loss(peer, comes_back)
+        if peer in roster.frontends:
+            roster.frontends.discard(peer)
             for request in [r for r in self._requests.values() if r.frontend == peer]:
                 self._cancel_all(request, "client")
-        elif peer in self._tokenizers:
-            del self._tokenizers[peer]
+        elif peer in roster.tokenizers:
+            del roster.tokenizers[peer]
             for request in [r for r in self._in_stage("tokenizing") if r.tokenizer == peer]:
                 request.tokenizer = None
                 self._to_tokenizer(request, now)
-        else:
-            for rank in [r for r, name in self._worker_names.items() if name == peer]:
-                self._worker_lost(rank, now)
+        elif peer in roster.ranks:
+            self._worker_lost(roster.ranks[peer], now)
         return self._take()
 
     def _worker_lost(self, rank: int, now: float) -> None:
-        del self._worker_names[rank]
-        self._ranks.pop(rank, None)
+        if self._roster.rank_lost(rank):
+            self._tell_model()
         for request in [r for r in self._requests.values() if r.rank == rank]:
             request.rank = NO_RANK
             request.migrations += 1
@@ -128,13 +109,13 @@ class RouterCore:
                 )  # fmt: skip
                 continue
             self._metrics.migrations.add()
-            request.enter("queued", now)
-            self._to_worker(request, now)
+            self._enter(request, "queued", now)
+            self._to_worker(request)
 
-    def _model(self) -> ModelInfo:
-        models = list(self._models.values())
-        pool = min(model.pool_tokens for model in models)
-        return msgspec.structs.replace(models[0], pool_tokens=pool)
+    def _tell_model(self) -> None:
+        for frontend in self._roster.frontends:
+            assert self._roster.model is not None
+            self._send(frontend, Serving(self._roster.model))
 
     # ---- from frontends ---------------------------------------------------------------------------
 
@@ -153,6 +134,7 @@ class RouterCore:
             add_special_tokens=message.add_special_tokens,
             prompt_frame=frame,
             received_at=message.received_at,
+            call=message.call or message.request_id,
             prefix_cache=message.prefix_cache,
             cache_salt=message.cache_salt,
         )
@@ -173,6 +155,7 @@ class RouterCore:
             add_special_tokens=message.add_special_tokens,
             prompt_frame=frame,
             received_at=now,
+            call=message.request_id,
         )
         return self._receive(request, now)
 
@@ -184,6 +167,7 @@ class RouterCore:
             self._send(request.frontend, refusal)
             return self._take()
         self._requests[request.request_id] = request
+        self._admission.count(request, prompts=1, waiting=1)
         self._metrics.waiting.set(self.num_waiting)
         if request.kind == "tokens":
             self._encoded(request, request.prompt_frame, now)
@@ -192,23 +176,12 @@ class RouterCore:
         return self._take()
 
     def _refusal(self, request: Request) -> RequestFailed | None:
-        request_id, seconds = request.request_id, self._settings.retry_after_seconds
-        if self._draining:
-            message = "The server is shutting down and takes no new requests."
-            return RequestFailed(request_id, 503, "shutting_down", message, retry_after=seconds)
-        if not self._models:
-            message = "The model is still being loaded: try again soon."
-            return RequestFailed(request_id, 503, "not_ready", message, retry_after=seconds)
-        if self.num_waiting >= self._settings.max_waiting:
-            message = (
-                f"The server is overloaded: {self.num_waiting} requests are waiting already. "
-                f"Try again in {seconds} s."
-            )
-            return RequestFailed(request_id, 429, "overloaded", message, retry_after=seconds)
-        if request_id in self._requests:
+        if request.request_id in self._requests:
             message = "The request id is in use."
-            return RequestFailed(request_id, 409, "duplicate_request_id", message)
-        return None
+            return RequestFailed(request.request_id, 409, "duplicate_request_id", message)
+        roster = self._roster
+        comes = bool(roster.loads) or roster.patience("worker") > 0
+        return self._admission.refusal(request, roster.model is not None and comes)
 
     def cancel(self, message: Cancel, now: float) -> list[Outgoing]:
         """The client has gone, a stop string was found, or the reader is too slow."""
@@ -217,23 +190,26 @@ class RouterCore:
             return []
         if message.index == ALL_CHOICES:
             self._cancel_all(request, message.cause)
-        elif message.index < len(request.choices):
+        elif 0 <= message.index < len(request.choices):
             if request.rank != NO_RANK:
-                self._send(self._worker_names[request.rank], message)
+                self._send(self._roster.names[request.rank], message)
             self._choice_done(request, message.index)
             self._close_if_done(request, now)
         return self._take()
 
     def throttle(self, message: Throttle) -> list[Outgoing]:
-        """Pass on that a choice shall pause or go on."""
+        """A choice shall pause or go on."""
         request = self._requests.get(message.request_id)
-        if request is not None and request.rank != NO_RANK:
-            self._send(self._worker_names[request.rank], message)
+        if request is not None and 0 <= message.index < len(request.choices):
+            # Noted as well: where it goes on after a loss it must pause again.
+            request.choices[message.index].paused = message.paused
+            if request.rank != NO_RANK:
+                self._send(self._roster.names[request.rank], message)
         return self._take()
 
     def drain(self) -> None:
         """Refuse new requests from now on."""
-        self._draining = True
+        self._admission.drain()
 
     # ---- from tokenizers -----------------------------------------------------------------------------
 
@@ -260,7 +236,7 @@ class RouterCore:
         request = self._requests.get(request_id)
         if request is None or request.stage != "tokenizing" or request.tokenizer != peer:
             return None
-        self._tokenizers[peer] -= 1
+        self._roster.tokenizers[peer] -= 1
         request.tokenizer = None
         return request
 
@@ -271,32 +247,16 @@ class RouterCore:
             return
         prompt = np.array(read_tokens(frame), dtype=np.int32)
         request.prompt_frame = b""
-        model = self._model()
-        room = min(model.max_model_len, model.pool_tokens) - len(prompt)
-        param = "messages" if request.kind == "chat" else "prompt"
-        if not len(prompt):
-            self._fail(request, 400, "empty_prompt", "The prompt has no tokens.", param)
-        elif room < 1:
-            self._fail(
-                request, 400, "context_length_exceeded",
-                f"The prompt has {len(prompt)} tokens, but the model's maximum context length is "
-                f"{len(prompt) + room} tokens, prompt and answer together: shorten the prompt.",
-                param,
-            )  # fmt: skip
-        elif request.kind == "tokens" and not _in_vocabulary(prompt, model.vocab_size):
-            self._fail(
-                request, 400, "invalid_token",
-                f"prompt has a token id outside of 0..{model.vocab_size - 1}.", param,
-            )  # fmt: skip
-        else:
-            sampling = request.sampling
-            limit = min(sampling.max_tokens, room)
-            request.sampling = msgspec.structs.replace(
-                sampling, max_tokens=limit, min_tokens=min(sampling.min_tokens, limit)
-            )
-            request.prompt = prompt
-            request.enter("queued", now)
-            self._to_worker(request, now)
+        model = self._roster.model
+        assert model is not None  # else it would not have been let in
+        problem = find_problem(request.kind, prompt, model)
+        if problem is not None:
+            self._fail(request, 400, problem.code, problem.message, problem.param)
+            return
+        request.sampling = fit(request.sampling, len(prompt), model)
+        request.prompt = prompt
+        self._enter(request, "queued", now)
+        self._to_worker(request)
 
     # ---- from workers -------------------------------------------------------------------------------
 
@@ -304,13 +264,13 @@ class RouterCore:
         self, peer: ProcessName, batch: TokenBatch, received: Received, now: float
     ) -> list[Outgoing]:
         """One step's tokens for one frontend."""
-        rank = next((r for r, name in self._worker_names.items() if name == peer), NO_RANK)
+        rank = self._roster.ranks.get(peer, NO_RANK)
         if rank == NO_RANK:
             return []  # a worker that has been given up: its requests run elsewhere
         for request_id, _index, _cached, _prompt in batch.started:
             request = self._requests.get(request_id)
             if request is not None and request.stage == "queued" and request.rank == rank:
-                request.enter("running", now)
+                self._enter(request, "running", now)
                 self._metrics.queue_seconds.observe(now - request.queued_at)
         self._out.append(Outgoing(batch.frontend, None, forward=received))
         ids = read_tokens(received.frames[0]).tolist()
@@ -334,10 +294,22 @@ class RouterCore:
             self._close_if_done(request, now)
         return self._take()
 
-    def sequence_failed(self, message: SequenceFailed) -> list[Outgoing]:
+    def tokens_lost(self, batch: TokenBatch) -> list[Outgoing]:
+        """One step's tokens could not be sent: their requests end, rather than go on with a hole."""
+        for request_id in {*batch.request_ids, *(row[0] for row in batch.started)}:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._fail(
+                    request, 500, "tokens_lost",
+                    "The request was given up: the server could not pass its answer on.",
+                )  # fmt: skip
+        return self._take()
+
+    def sequence_failed(self, peer: ProcessName, message: SequenceFailed) -> list[Outgoing]:
         """A worker cannot go on with a request."""
         request = self._requests.get(message.request_id)
-        if request is not None:
+        # A worker that has been given up may still speak of a request that runs elsewhere by now.
+        if request is not None and request.rank == self._roster.ranks.get(peer):
             self._fail(request, message.status, message.code, message.message)
         return self._take()
 
@@ -345,80 +317,82 @@ class RouterCore:
 
     def tick(self, now: float) -> list[Outgoing]:
         """Fail what has been in the hands of no worker for too long; refresh the gauges."""
-        deadline = now - self._settings.stage_seconds
         for request in list(self._requests.values()):
-            unplaced = request.stage in ("received", "tokenizing") or request.rank == NO_RANK
-            if unplaced and request.stage_since < deadline:
-                where = "a worker" if request.stage == "queued" else "the tokenizer"
-                self._fail(
-                    request, 503, "timeout",
-                    f"The request waited {self._settings.stage_seconds:g} s for {where}.",
-                )  # fmt: skip
+            self._check_wait(request, now)
         self._metrics.update(self._requests.values())
-        choices = {self._worker_names[rank]: load for rank, load in self._ranks.items()}
-        self._metrics.update_outstanding(self._tokenizers, choices)
+        self._metrics.waiting.set(self.num_waiting)
+        choices = {self._roster.names[rank]: load for rank, load in self._roster.loads.items()}
+        self._metrics.update_outstanding(self._roster.tokenizers, choices)
         return self._take()
+
+    def _check_wait(self, request: Request, now: float) -> None:
+        if request.stage == "tokenizing":
+            limit, where = self._settings.stage_seconds, "the tokenizer"
+        elif request.stage == "received":
+            limit, where = self._roster.patience("tokenizer"), "a tokenizer"
+        elif request.rank == NO_RANK:
+            limit, where = self._roster.patience("worker"), "a worker"
+        else:
+            return
+        if not limit:
+            message = f"There is no longer {where} that could take the request."
+            self._fail(request, 503, "not_ready", message)
+        elif now - request.stage_since > limit:
+            message = f"The request waited {limit:g} s for {where}."
+            self._fail(request, 503, "timeout", message)
 
     # ---- steps of a request -------------------------------------------------------------------------------
 
     @property
     def num_waiting(self) -> int:
-        """Requests that no worker has begun."""
-        return sum(request.is_waiting for request in self._requests.values())
-
-    @property
-    def num_requests(self) -> int:
-        """All live requests."""
-        return len(self._requests)
+        """HTTP requests of which no worker has begun some prompt."""
+        return self._admission.num_waiting
 
     def rows(self) -> list[RequestRow]:
         """The oldest live requests."""
         return [request.row() for request in list(self._requests.values())[:MAX_ROWS]]
 
+    def _enter(self, request: Request, stage: Stage, now: float) -> None:
+        was_waiting = request.is_waiting
+        request.enter(stage, now)
+        self._admission.count(request, waiting=request.is_waiting - was_waiting)
+
     def _to_tokenizer(self, request: Request, now: float) -> None:
-        if not self._tokenizers:
-            request.enter("received", now)
+        tokenizers = self._roster.tokenizers
+        if not tokenizers:
+            self._enter(request, "received", now)
             return
-        name = choose_tokenizer(request.affinity, self._tokenizers)
-        self._tokenizers[name] += 1
-        self._metrics.prompts_at(name, self._tokenizers[name])
+        name = choose_tokenizer(request.affinity, tokenizers)
+        tokenizers[name] += 1
+        self._metrics.prompts_at(name, tokenizers[name])
         request.tokenizer = name
-        request.enter("tokenizing", now)
+        self._enter(request, "tokenizing", now)
         job = Encode(request.request_id, request.kind, request.add_special_tokens, request.affinity)
         self._send(name, job, request.prompt_frame)
 
-    def _to_worker(self, request: Request, now: float) -> None:
-        if not self._ranks:
+    def _to_worker(self, request: Request) -> None:
+        loads = self._roster.loads
+        if not loads:
             return  # placed when a worker gets ready, or failed by `tick`
-        assert request.sampling is not None and request.prompt is not None
-        rank, overloaded = choose_rank(self._settings.routing, request.affinity, self._ranks)
+        rank, overloaded = choose_rank(self._settings.routing, request.affinity, loads)
         if overloaded:
             self._metrics.affinity_passed_over.add()
         request.rank = rank
-        self._ranks[rank] += request.open_choices
-        self._metrics.choices_at(self._worker_names[rank], self._ranks[rank])
+        loads[rank] += request.open_choices
+        name = self._roster.names[rank]
+        self._metrics.choices_at(name, loads[rank])
         for index, choice in enumerate(request.choices):
-            if choice.done:
-                continue
-            start = Start(
-                request_id=request.request_id,
-                index=index,
-                frontend=request.frontend,
-                prompt_len=len(request.prompt),
-                sampling=request.sampling,
-                priority=request.priority,
-                arrival=request.received_at,
-                prefix_cache=request.prefix_cache,
-                cache_salt=request.cache_salt,
-            )
-            self._send(self._worker_names[rank], start, request.tokens_so_far(index))
+            if not choice.done:
+                self._send(name, request.start(index), request.tokens_so_far(index))
+                if choice.paused:
+                    self._send(name, Throttle(request.request_id, index, True))
 
     def _choice_done(self, request: Request, index: int) -> None:
         choice = request.choices[index]
         if not choice.done:
             choice.done = True
-            if request.rank in self._ranks:
-                self._ranks[request.rank] -= 1
+            if request.rank in self._roster.loads:
+                self._roster.loads[request.rank] -= 1
 
     def _close_if_done(self, request: Request, now: float) -> None:
         if request.open_choices or request.request_id not in self._requests:
@@ -430,7 +404,7 @@ class RouterCore:
     def _cancel_all(self, request: Request, cause: CancelCause) -> None:
         if request.rank != NO_RANK:
             self._send(
-                self._worker_names[request.rank],
+                self._roster.names[request.rank],
                 Cancel(request.request_id, ALL_CHOICES, cause),
             )
         self._close(request)
@@ -443,20 +417,21 @@ class RouterCore:
             request.frontend,
             RequestFailed(request.request_id, status, code, message, param, retry_after),
         )
-        self._cancel_all(request, "client")
+        self._cancel_all(request, "failed")
 
     def _close(self, request: Request) -> None:
         """Forget a request; what it occupied is free again."""
-        if request.tokenizer is not None and request.tokenizer in self._tokenizers:
-            self._tokenizers[request.tokenizer] -= 1
+        if request.tokenizer is not None and request.tokenizer in self._roster.tokenizers:
+            self._roster.tokenizers[request.tokenizer] -= 1
         for index in range(len(request.choices)):
             self._choice_done(request, index)
+        self._admission.count(request, prompts=-1, waiting=-request.is_waiting)
         request.stage = "finished"
         del self._requests[request.request_id]
 
     # ---- plumbing ------------------------------------------------------------------------------------------
 
-    def _in_stage(self, stage: str) -> list[Request]:
+    def _in_stage(self, stage: Stage) -> list[Request]:
         return [request for request in self._requests.values() if request.stage == stage]
 
     def _send(self, peer: ProcessName, message: Message, *frames: Payload) -> None:
@@ -472,16 +447,14 @@ class RouterCore:
         Raises:
             AssertionError: they disagree.
         """
-        for rank, load in self._ranks.items():
+        for rank, load in self._roster.loads.items():
             wanted = sum(r.open_choices for r in self._requests.values() if r.rank == rank)
             if load != wanted:
                 raise AssertionError(f"rank {rank} counts {load} choices, has {wanted}")
-        for name, load in self._tokenizers.items():
+        for name, load in self._roster.tokenizers.items():
             wanted = sum(r.tokenizer == name for r in self._requests.values())
             if load != wanted:
                 raise AssertionError(f"{name} counts {load} prompts, has {wanted}")
-
-
-def _in_vocabulary(ids: Iterable[int], vocab_size: int) -> bool:
-    array = np.asarray(ids)
-    return bool(array.min() >= 0 and array.max() < vocab_size)
+        waiting = {r.call for r in self._requests.values() if r.is_waiting}
+        if self.num_waiting != len(waiting):
+            raise AssertionError(f"{self.num_waiting} requests wait, should be {len(waiting)}")

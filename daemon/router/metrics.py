@@ -59,4 +59,3 @@ class RouterMetrics:
         counts = CountOf(request.stage for request in requests)
         for stage, gauge in self._stages.items():
             gauge.set(counts[stage])
-        self.waiting.set(sum(counts[stage] for stage in STAGES[:3]))

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from transport.framing import Payload, token_frame
 from transport.ids import ProcessName, RequestId
-from transport.messages import PromptKind, RequestRow, SamplingParams, StageTimes
+from transport.messages import PromptKind, RequestRow, SamplingParams, StageTimes, Start
 
 Stage = Literal["received", "tokenizing", "queued", "running", "finished"]
 NO_RANK = -1
@@ -23,6 +23,8 @@ class Choice:
     output: list[int] = field(default_factory=list)
     """Tokens that the client has, for going on elsewhere if the worker is lost."""
     done: bool = False
+    paused: bool = False
+    """The client reads too slowly; also holds where the choice goes on if the worker is lost."""
 
 
 @dataclass
@@ -41,6 +43,8 @@ class Request:
     prompt_frame: Payload
     """The prompt as the client sent it; dropped when it is encoded."""
     received_at: float
+    call: RequestId
+    """The HTTP request that it belongs to; its own id, unless that has several prompts."""
     prefix_cache: bool = True
     cache_salt: str = ""
     stage: Stage = "received"
@@ -87,6 +91,21 @@ class Request:
         if not output:
             return token_frame(self.prompt)
         return token_frame(np.concatenate([self.prompt, np.asarray(output, dtype=np.int32)]))
+
+    def start(self, index: int) -> Start:
+        """What tells a worker to run a choice; `tokens_so_far` is its frame."""
+        assert self.sampling is not None and self.prompt is not None
+        return Start(
+            request_id=self.request_id,
+            index=index,
+            frontend=self.frontend,
+            prompt_len=len(self.prompt),
+            sampling=self.sampling,
+            priority=self.priority,
+            arrival=self.received_at,
+            prefix_cache=self.prefix_cache,
+            cache_salt=self.cache_salt,
+        )
 
     def row(self) -> RequestRow:
         """For `inspect requests`."""

@@ -10,8 +10,9 @@ import time
 
 import zmq
 
-from daemon.router.core import Outgoing, RouterCore
+from daemon.router.core import RouterCore
 from daemon.router.metrics import RouterMetrics
+from daemon.router.outbox import Outbox, Outgoing
 from daemon.router.settings import RouterSettings
 from daemon.router.tap import Tap
 from transport.child import StopFlag, enter_process
@@ -59,6 +60,7 @@ class Router:
     ) -> None:
         self._settings = settings
         self._socket = socket
+        self._outbox = Outbox(socket)
         self._tap = tap
         self._core = core
         self._link = link
@@ -77,6 +79,8 @@ class Router:
             if self._tap.socket in events:
                 self._tap.listen()
             self._drain_socket()
+            for sent in self._outbox.retry():
+                self._show(sent)
             now = time.monotonic()
             if now >= next_tick:
                 next_tick = now + TICK_SECONDS
@@ -96,14 +100,20 @@ class Router:
     def _take_notices(self, notices: queue.Queue[Received]) -> None:
         while not notices.empty():
             match notices.get_nowait().message:
-                case PeerLost(name):
-                    log.warning("%s is gone; its requests move on", name)
-                    self._pids.pop(name, None)
-                    self._send_all(self._core.peer_lost(name, time.monotonic()))
+                case PeerLost(name, comes_back, pid):
+                    self._lost(name, comes_back, pid)
                 case Drain():
                     self._core.drain()
                 case _:
                     pass
+
+    def _lost(self, name: ProcessName, comes_back: bool, pid: int) -> None:
+        if pid and self._pids.get(name, pid) != pid:
+            return  # its successor has said hello before
+        log.warning("%s is gone; its requests move on", name)
+        self._pids.pop(name, None)
+        self._outbox.forget(name)
+        self._send_all(self._core.peer_lost(name, time.monotonic(), comes_back))
 
     def _handle(self, received: Received, now: float) -> list[Outgoing]:
         peer, frames = received.peer, received.frames
@@ -137,10 +147,10 @@ class Router:
             case RequestFailed() as failed:
                 return self._core.encoding_failed(peer, failed)
             case SequenceFailed() as failed:
-                return self._core.sequence_failed(failed)
+                return self._core.sequence_failed(peer, failed)
             case WorkerReady() as ready:
                 log.info("rank %d is ready", ready.rank)
-                return self._core.worker_ready(peer, ready, now)
+                return self._core.worker_ready(peer, ready)
             case other:
                 log.warning("%s sent a %s, which is not for a router", peer, type(other).__name__)
                 return []
@@ -154,29 +164,33 @@ class Router:
             return [Outgoing(peer, Refused("it was started with another configuration"))]
         out: list[Outgoing] = []
         if self._pids.get(peer, hello.pid) != hello.pid:
-            out += self._core.peer_lost(peer, now)  # its predecessor, if the daemon has not said so
+            # Its predecessor, if the daemon has not said so.
+            self._outbox.forget(peer)
+            out += self._core.peer_lost(peer, now)
         self._pids[peer] = hello.pid
         out.append(Outgoing(peer, Welcome()))
         return out + self._core.peer_joined(peer, hello.role, now)
 
     def _send_all(self, outgoing: list[Outgoing]) -> None:
         for item in outgoing:
-            if item.forward is not None:
-                sent = self._socket.forward(item.peer, item.forward)
-            else:
-                assert item.message is not None
-                sent = self._socket.send(item.peer, item.message, *item.frames)
-            if not sent:
-                what = item.message or (item.forward and item.forward.message)
-                log.warning("%s does not take a %s", item.peer, type(what).__name__)
-            elif self._tap.is_open:
-                self._show(item)
+            match self._outbox.send(item):
+                case "sent":
+                    self._show(item)
+                case "lost":
+                    self._give_up(item)
+                case "kept":
+                    pass
+
+    def _give_up(self, item: Outgoing) -> None:
+        log.error("%s does not read: the requests of a step's tokens are given up", item.peer)
+        if isinstance(item.header, TokenBatch):
+            self._send_all(self._core.tokens_lost(item.header))
 
     def _show(self, item: Outgoing) -> None:
-        if item.forward is not None:
-            self._tap.saw_outgoing(item.peer, item.forward.message, item.forward.frames)
-        elif item.message is not None:
-            self._tap.saw_outgoing(item.peer, item.message, item.frames)
+        if not self._tap.is_open:
+            return
+        frames = item.frames if item.forward is None else item.forward.frames
+        self._tap.saw_outgoing(item.peer, item.header, frames)
 
 
 class _Telemetry:

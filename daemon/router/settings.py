@@ -18,10 +18,12 @@ class RouterSettings(msgspec.Struct, frozen=True):
     workers: int
     tokenizers: int
     max_waiting: int
-    """Requests that may wait for a rank; one more gets 429."""
+    """HTTP requests that may wait for a rank; one more gets 429."""
     routing: Routing
     retry_after_seconds: int
     max_migrations: int
     """How often a request may move to another worker after a loss."""
     stage_seconds: float
     """Longest stay in `tokenizing` before the request fails."""
+    start_seconds: float
+    """Longest wait for a tokenizer or a rank that is being started."""

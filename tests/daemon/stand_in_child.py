@@ -11,12 +11,13 @@ import zmq
 
 from transport.child import EXIT_FATAL, ProcessSettings, enter_process
 from transport.daemon_link import DaemonLink, LinkError, SocketTelemetry
-from transport.messages import Drain, InstanceStatus
+from transport.messages import Drain, InstanceStatus, PeerLost
 from transport.telemetry import MetricSet
 
 
 class StandInSettings(msgspec.Struct, frozen=True):
-    """`act`: ready, never-ready, crash, fatal, deaf (ignores SIGTERM)."""
+    """`act`: ready, never-ready, crash, fatal, deaf (ignores SIGTERM), mortal (SIGTERM ends it for
+    good)."""
 
     process: ProcessSettings
     act: str
@@ -33,6 +34,8 @@ def main() -> int:
                 note(settings, f"status {state} {reason}")
             case Drain():
                 note(settings, "drain")
+            case PeerLost(name, comes_back):
+                note(settings, f"PeerLost {name}" + ("" if comes_back else " for good"))
             case other:
                 note(settings, type(other).__name__ + " " + getattr(other, "name", ""))
 
@@ -55,7 +58,7 @@ def main() -> int:
         stop.wait(60)
         while settings.act == "deaf":
             time.sleep(60)
-        return 0
+        return EXIT_FATAL if settings.act == "mortal" else 0
     finally:
         link.close()
         context.term()

@@ -194,6 +194,20 @@ def test_a_killed_child_is_started_again_and_frontends_hear_of_it(tmp_path, vict
     StandIns(tmp_path).run(GROUP, meanwhile)
 
 
+def test_every_router_is_told_of_a_worker_that_is_lost_for_good(tmp_path):
+    def meanwhile(instance: StandIns) -> None:
+        old = instance.pid_of("router")
+        os.kill(instance.pid_of("worker/0"), signal.SIGTERM)
+        instance.wait_for_line(f"router {old} ", "PeerLost worker/0 for good")
+        os.kill(old, signal.SIGKILL)
+        wait_until(lambda: instance.pid_of("router") not in (old, None))
+        new = instance.pid_of("router")
+        instance.wait_for_line(f"router {new} ", "PeerLost worker/0 for good")
+        instance.stop()
+
+    StandIns(tmp_path).run({**GROUP, "worker/0": "mortal"}, meanwhile)
+
+
 def test_the_group_survives_the_death_of_all_children(tmp_path):
     def meanwhile(instance: StandIns) -> None:
         pids = [instance.pid_of(name) for name in GROUP]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daemon.router.core import Outgoing, RouterCore
+from daemon.router.core import RouterCore
 from daemon.router.metrics import RouterMetrics
+from daemon.router.outbox import Outgoing
 from daemon.router.placement import choose_rank, preferred
 from daemon.router.settings import RouterSettings
 from transport.child import ProcessSettings
@@ -30,6 +32,7 @@ from transport.messages import (
     Serving,
     Start,
     Submit,
+    Throttle,
     TokenBatch,
     WorkerReady,
 )
@@ -48,25 +51,25 @@ def worker(rank: int) -> ProcessName:
 def make_core(metrics: MetricSet | None = None, **changes) -> RouterCore:
     process = ProcessSettings(ProcessName("router/0"), "router", "test", "/tmp", 1, "hash")
     values = dict(
-        process=process, workers=2, tokenizers=1, max_waiting=4, routing="least-loaded",
-        retry_after_seconds=3, max_migrations=2, stage_seconds=10.0,
+        process=process, workers=1, tokenizers=1, max_waiting=4, routing="least-loaded",
+        retry_after_seconds=3, max_migrations=2, stage_seconds=10.0, start_seconds=100.0,
     )  # fmt: skip
     chosen = RouterSettings(**{**values, **changes})
     return RouterCore(chosen, RouterMetrics(metrics or MetricSet(), chosen.max_waiting))
 
 
 def serving_core(ranks: int = 1, **changes) -> RouterCore:
-    core = make_core(**changes)
+    core = make_core(workers=ranks, **changes)
     core.peer_joined(FRONTEND, "frontend", 0.0)
     core.peer_joined(TOKENIZER, "tokenizer", 0.0)
     for rank in range(ranks):
-        core.worker_ready(worker(rank), WorkerReady(rank, MODEL, 8), 0.0)
+        core.worker_ready(worker(rank), WorkerReady(rank, MODEL, 8))
     return core
 
 
-def submit(core: RouterCore, name: str, n: int = 1, max_tokens: int = 8, affinity: str = ""):
+def submit(core: RouterCore, name: str, n: int = 1, max_tokens: int = 8, call: str = ""):
     message = Submit(
-        RequestId(name), "text", SamplingParams(max_tokens=max_tokens), 0.0, n=n, affinity=affinity
+        RequestId(name), "text", SamplingParams(max_tokens=max_tokens), 0.0, n=n, call=call
     )
     return core.submit(FRONTEND, message, b"text", 1.0)
 
@@ -118,7 +121,7 @@ def test_a_request_goes_through_tokenizer_and_worker_to_its_end():
     assert out[-1].message is finished, "the end comes after the last tokens"
     assert finished.stages.received < finished.stages.tokenizing < finished.stages.queued
     assert finished.stages.queued < finished.stages.running < finished.stages.finished
-    assert core.num_requests == 0
+    assert len(core.rows()) == 0
 
 
 def test_past_max_waiting_a_request_is_refused_before_any_work():
@@ -131,6 +134,32 @@ def test_past_max_waiting_a_request_is_refused_before_any_work():
     encoded(core, "a")
     batch(core, 0, [("a", 0, [9], RUNNING)], started=["a"])
     assert messages(submit(core, "d"), Encode), "a running request is no waiting one"
+
+
+def test_the_prompts_of_one_http_request_count_once():
+    core = serving_core(max_waiting=2)
+    for position in range(5):
+        assert messages(submit(core, f"a-{position}", call="a"), Encode)
+    assert messages(submit(core, "b"), Encode)
+    assert core.num_waiting == 2
+    (refused,) = submit(core, "c-0", call="c")
+    assert "2 requests are waiting already" in refused.message.message
+    for position in range(5):
+        encoded(core, f"a-{position}")
+    batch(core, 0, [], started=[f"a-{position}" for position in range(4)])
+    assert core.num_waiting == 2, "one of its prompts waits still"
+    batch(core, 0, [], started=["a-4"])
+    assert core.num_waiting == 1
+    assert messages(submit(core, "c-0", call="c"), Encode)
+    core.check_integrity()
+
+
+def test_what_was_let_in_is_not_turned_away_by_a_drain_that_begins_amid_its_prompts():
+    core = serving_core()
+    submit(core, "a-0", call="a")
+    core.drain()
+    assert messages(submit(core, "a-1", call="a"), Encode)
+    assert submit(core, "b")[0].message.code == "shutting_down"
 
 
 def test_without_a_worker_requests_get_503():
@@ -148,7 +177,7 @@ def test_a_prompt_too_long_names_both_numbers():
     assert failed.code == "context_length_exceeded"
     assert "maximum context length is 64 tokens" in failed.message
     assert "64 tokens" in failed.message
-    assert core.num_requests == 0
+    assert len(core.rows()) == 0
 
 
 def test_the_output_is_limited_to_the_room_left():
@@ -188,9 +217,146 @@ def test_with_no_worker_left_a_request_waits_for_the_next_one():
     submit(core, "a")
     encoded(core, "a")
     assert not starts(core.peer_lost(worker(0), 4.0))
-    out = core.worker_ready(worker(0), WorkerReady(0, MODEL, 8), 5.0)
+    out = core.worker_ready(worker(0), WorkerReady(0, MODEL, 8))
     assert messages(out, Serving)
     assert len(starts(out)) == 1
+
+
+def test_a_paused_choice_is_paused_where_it_goes_on():
+    core = serving_core(ranks=2)
+    submit(core, "a", n=3)
+    lost = int(starts(encoded(core, "a"))[0][0][-1])
+    for index, paused in ((0, True), (1, True), (1, False)):
+        assert core.throttle(Throttle(RequestId("a"), index, paused))
+    out = core.peer_lost(worker(lost), 4.0)
+    told = [item.message for item in out if item.peer == worker(1 - lost)]
+    assert [(type(m).__name__, m.index) for m in told] == [
+        ("Start", 0), ("Throttle", 0), ("Start", 1), ("Start", 2),
+    ]  # fmt: skip
+    assert told[1].paused
+
+
+def test_a_choice_that_is_paused_while_no_worker_has_it_starts_paused():
+    core = serving_core()
+    submit(core, "a")
+    encoded(core, "a")
+    core.peer_lost(worker(0), 4.0)
+    assert core.throttle(Throttle(RequestId("a"), 0, True)) == []
+    out = core.worker_ready(worker(0), WorkerReady(0, MODEL, 8))
+    assert [m.paused for m in messages(out, Throttle)] == [True]
+
+
+def lose_again_and_again(core: RouterCore, times: int) -> None:
+    for _ in range(times):
+        core.peer_lost(worker(0), 5.0)
+
+
+def test_a_worker_that_loads_is_waited_for_longer_than_for_a_stage():
+    core = serving_core(stage_seconds=10.0, start_seconds=100.0)
+    submit(core, "a")
+    encoded(core, "a")
+    core.peer_lost(worker(0), 4.0)
+    assert not messages(core.tick(4.0 + 99.0), RequestFailed)
+    assert messages(submit(core, "b"), Encode), "who comes meanwhile waits as well"
+    (failed,) = messages(core.tick(4.0 + 101.0), RequestFailed)[:1]
+    assert (failed.status, failed.code) == (503, "timeout")
+    assert "100 s for a worker" in failed.message
+
+
+def test_workers_that_keep_dying_are_not_waited_for_that_long():
+    core = serving_core(stage_seconds=10.0, start_seconds=100.0)
+    submit(core, "a")
+    encoded(core, "a")
+    lose_again_and_again(core, 4)
+    assert not messages(core.tick(5.0 + 9.0), RequestFailed)
+    (failed,) = messages(core.tick(5.0 + 11.0), RequestFailed)
+    assert "10 s for a worker" in failed.message
+
+
+def test_deaths_before_it_served_count_only():
+    core = serving_core(stage_seconds=10.0, start_seconds=100.0)
+    lose_again_and_again(core, 4)
+    core.worker_ready(worker(0), WorkerReady(0, MODEL, 8))
+    submit(core, "a")
+    encoded(core, "a")
+    core.peer_lost(worker(0), 20.0)
+    assert not messages(core.tick(40.0), RequestFailed)
+
+
+def test_where_no_worker_will_come_nobody_waits():
+    core = serving_core(ranks=2)
+    submit(core, "a")
+    encoded(core, "a")
+    core.peer_lost(worker(0), 4.0, comes_back=False)
+    assert not messages(core.tick(4.1), RequestFailed)
+    core.peer_lost(worker(1), 5.0, comes_back=False)
+    (failed,) = messages(core.tick(5.1), RequestFailed)
+    assert (failed.status, failed.code) == (503, "not_ready")
+    (refused,) = messages(submit(core, "b"), RequestFailed)
+    assert (refused.status, refused.code) == (503, "not_ready")
+
+
+def test_where_no_tokenizer_will_come_nobody_waits():
+    core = serving_core()
+    submit(core, "a")
+    core.peer_lost(TOKENIZER, 4.0)
+    assert not messages(core.tick(90.0), RequestFailed), "another one is being started"
+    core.peer_lost(TOKENIZER, 91.0, comes_back=False)
+    (failed,) = messages(core.tick(91.1), RequestFailed)
+    assert failed.status == 503
+
+
+def test_a_dead_worker_cannot_fail_what_runs_elsewhere():
+    core = serving_core(ranks=2)
+    submit(core, "a")
+    lost = int(starts(encoded(core, "a"))[0][0][-1])
+    failure = SequenceFailed(RequestId("a"), 0, 500, "x", "y")
+    core.peer_lost(worker(lost), 4.0)
+    assert core.sequence_failed(worker(lost), failure) == []
+    assert len(core.rows()) == 1
+    core.worker_ready(worker(lost), WorkerReady(lost, MODEL, 8))
+    assert core.sequence_failed(worker(lost), failure) == [], "nor its successor"
+    assert messages(core.sequence_failed(worker(1 - lost), failure), RequestFailed)
+    assert core.rows() == []
+
+
+def test_what_a_lost_rank_could_hold_no_longer_counts():
+    core = make_core(workers=2)
+    core.peer_joined(FRONTEND, "frontend", 0.0)
+    small = msgspec.structs.replace(MODEL, pool_tokens=16)
+    core.worker_ready(worker(0), WorkerReady(0, MODEL, 8))
+    out = core.worker_ready(worker(1), WorkerReady(1, small, 8))
+    assert [m.model.pool_tokens for m in messages(out, Serving)] == [16]
+    out = core.peer_lost(worker(1), 1.0)
+    assert [m.model.pool_tokens for m in messages(out, Serving)] == [64]
+    assert messages(core.peer_lost(worker(0), 2.0), Serving) == [], "it is said to come back"
+
+
+def test_a_peer_may_join_twice():
+    """It greets a router that it takes for two."""
+    core = serving_core()
+    submit(core, "a")
+    core.peer_joined(TOKENIZER, "tokenizer", 2.0)
+    core.check_integrity()
+    encoded(core, "a")
+    core.worker_ready(worker(0), WorkerReady(0, MODEL, 8))
+    core.check_integrity()
+    assert messages(batch(core, 0, [("a", 0, [1], FINISH_LENGTH)], ["a"]), Finished)
+
+
+def test_a_request_whose_tokens_are_lost_ends():
+    core = serving_core()
+    submit(core, "a", n=2)
+    submit(core, "b")
+    encoded(core, "a")
+    encoded(core, "b")
+    (item, *_) = batch(core, 0, [("a", 0, [1], RUNNING)], started=["a"])
+    out = core.tokens_lost(item.header)
+    assert [(m.request_id, m.code) for m in messages(out, RequestFailed)] == [("a", "tokens_lost")]
+    assert [(m.request_id, m.index, m.cause) for m in messages(out, Cancel)] == [
+        ("a", ALL_CHOICES, "failed"),
+    ]
+    assert [row.request_id for row in core.rows()] == ["b"]
 
 
 def test_a_request_is_given_up_after_too_many_lost_workers():
@@ -198,10 +364,10 @@ def test_a_request_is_given_up_after_too_many_lost_workers():
     submit(core, "a")
     encoded(core, "a")
     core.peer_lost(worker(0), 4.0)
-    core.worker_ready(worker(0), WorkerReady(0, MODEL, 8), 5.0)
+    core.worker_ready(worker(0), WorkerReady(0, MODEL, 8))
     (failed,) = messages(core.peer_lost(worker(0), 6.0), RequestFailed)
     assert failed.status == 500
-    assert core.num_requests == 0
+    assert len(core.rows()) == 0
 
 
 def test_a_lost_tokenizer_costs_only_time():
@@ -219,7 +385,7 @@ def test_a_lost_frontend_takes_its_requests_along():
     encoded(core, "a")
     (cancel,) = messages(core.peer_lost(FRONTEND, 3.0), Cancel)
     assert cancel.index == ALL_CHOICES
-    assert core.num_requests == 0
+    assert len(core.rows()) == 0
 
 
 def test_what_no_process_takes_fails_in_time():
@@ -265,7 +431,8 @@ def test_random_lives_and_losses_leave_nothing_behind(data):
             ["submit", "encoded", "token", "end", "cancel", "stop", "lose", "back", "fail", "tick"]
         ))  # fmt: skip
         if action == "submit":
-            submit(core, name, n=data.draw(st.integers(1, 3)))
+            call = data.draw(st.sampled_from(["", "c"]))
+            submit(core, name, n=data.draw(st.integers(1, 3)), call=call)
         elif action == "encoded":
             encoded(core, name, now=now)
         elif action == "token":
@@ -281,16 +448,16 @@ def test_random_lives_and_losses_leave_nothing_behind(data):
             core.peer_lost(worker(rank), now)
         elif action == "back" and rank not in alive:
             alive.add(rank)
-            core.worker_ready(worker(rank), WorkerReady(rank, MODEL, 8), now)
+            core.worker_ready(worker(rank), WorkerReady(rank, MODEL, 8))
         elif action == "fail":
-            core.sequence_failed(SequenceFailed(RequestId(name), 0, 500, "x", "y"))
+            core.sequence_failed(worker(rank), SequenceFailed(RequestId(name), 0, 500, "x", "y"))
         else:
             core.tick(now)
         core.check_integrity()
     for name in names:
         core.cancel(Cancel(RequestId(name)), 99.0)
     core.check_integrity()
-    assert core.num_requests == 0
+    assert len(core.rows()) == 0
     assert core.num_waiting == 0
 
 
@@ -301,7 +468,7 @@ def test_cancelling_twice_is_harmless(index):
     encoded(core, "a")
     assert core.cancel(Cancel(RequestId("a"), index), 3.0)
     assert core.cancel(Cancel(RequestId("a"), index), 4.0) == []
-    assert np.all([core.num_requests == 0])
+    assert np.all([len(core.rows()) == 0])
 
 
 def test_what_each_peer_has_is_told_with_the_most_it_had():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 
 import pytest
 
@@ -79,3 +81,42 @@ def test_a_stopped_frontend_is_replaced(server, eventually):
     eventually(lambda: server.pids()["frontend/1"] not in (pid, None), 30.0, "a new frontend")
     wait_ready(server, eventually, wanted=True, seconds=60.0)
     assert [server.post("/v1/completions", BODY, JSON).status for _ in range(4)] == [200] * 4
+
+
+def test_a_slow_reader_is_held_back_after_the_loss_of_its_worker_as_well(serve, eventually):
+    """Else all that is left of its answer would pile up in the frontend."""
+    wanted = 6000
+    body = {"prompt": "hello", "max_tokens": 1000, "ignore_eos": True}
+    # More bytes than the kernel keeps for a connection that nobody reads.
+    large = {**body, "stream": True, "max_tokens": wanted, "n": 2, "logprobs": 5}
+    with serve(engine="fake", fake_step_ms=1, stream_high_water_kib=8) as server:
+        server.ready()
+
+        def tokens() -> int:
+            return server.ask("requests")[0]["output_tokens"]  # the oldest one first
+
+        def stands_still() -> bool:
+            before = tokens()
+            server.post("/v1/completions", body)
+            return 0 < before == tokens() < 2 * wanted
+
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.connect(server.address)
+            data = json.dumps(large).encode()
+            slow.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(data) + data
+            )
+            eventually(lambda: len(server.ask("requests")) == 1, 10.0, "the request is there")
+            eventually(stands_still, 30.0, "the slow answer is paused")
+            pid = server.pids()["worker/0"]
+            os.kill(pid, signal.SIGKILL)
+            eventually(lambda: server.pids()["worker/0"] not in (pid, None), 30.0, "a new one")
+            wait_ready(server, eventually, wanted=True, seconds=60.0)
+            assert stands_still()
+            received = b""
+            while piece := slow.recv(65536):
+                received += piece
+        assert received.count(b'"token_logprobs"') == 2 * wanted
+        assert b"[DONE]" in received

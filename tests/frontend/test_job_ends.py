@@ -51,3 +51,13 @@ def test_the_log_counts_the_finish_reasons_of_many_choices(
         server.wait_for(lambda: len(caplog.messages) == 2)
     reasons = [re.search(r"finish=(\S+)", line)[1] for line in caplog.messages]
     assert reasons == ["length:4,stop:8", "stop"]
+
+
+def test_the_prompts_of_one_request_name_what_they_belong_to(serve, request_http):
+    server = serve()
+    for prompt in (["a", "b"], "c", ["d"]):
+        assert request_http(server, "POST", COMPLETIONS, {"prompt": prompt}).status == 200
+    first, second, *alone = server.router.of_kind(Submit)
+    assert first.call and first.call == second.call
+    assert first.request_id != second.request_id
+    assert [submit.call for submit in alone] == ["", ""]

@@ -1,0 +1,53 @@
+"""Whether a prompt can be run, once its tokens are known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from transport.messages import ModelInfo, PromptKind, SamplingParams
+
+
+@dataclass(frozen=True)
+class PromptProblem:
+    """Why a prompt is answered with status 400."""
+
+    code: str
+    message: str
+    param: str
+
+
+def longest(model: ModelInfo) -> int:
+    """Tokens that prompt and answer may have together."""
+    return min(model.max_model_len, model.pool_tokens)
+
+
+def find_problem(
+    kind: PromptKind, prompt: npt.NDArray[np.int32], model: ModelInfo
+) -> PromptProblem | None:
+    """What is wrong with a prompt, or None."""
+    param = "messages" if kind == "chat" else "prompt"
+    if not len(prompt):
+        return PromptProblem("empty_prompt", "The prompt has no tokens.", param)
+    if len(prompt) >= longest(model):
+        message = (
+            f"The prompt has {len(prompt)} tokens, but the model's maximum context length is "
+            f"{longest(model)} tokens, prompt and answer together: shorten the prompt."
+        )
+        return PromptProblem("context_length_exceeded", message, param)
+    # Those of a tokenizer belong to the vocabulary.
+    if kind == "tokens" and not (prompt.min() >= 0 and prompt.max() < model.vocab_size):
+        message = f"prompt has a token id outside of 0..{model.vocab_size - 1}."
+        return PromptProblem("invalid_token", message, param)
+    return None
+
+
+def fit(sampling: SamplingParams, prompt_len: int, model: ModelInfo) -> SamplingParams:
+    """The same with an output limit that fits behind the prompt."""
+    limit = min(sampling.max_tokens, longest(model) - prompt_len)
+    return msgspec.structs.replace(
+        sampling, max_tokens=limit, min_tokens=min(sampling.min_tokens, limit)
+    )

@@ -63,11 +63,23 @@ def completion_logprobs(
 ) -> JsonObject:
     """`logprobs` of a completion; `offsets` are where the tokens' texts start, in characters."""
     return {
-        "tokens": [texts.token_text(entry.token_id) for entry in logprobs],
+        "tokens": [_completion_token(texts, entry.token_id) for entry in logprobs],
         "token_logprobs": [entry.logprob for entry in logprobs],
+        # Should two tokens have the same text, the more likely one stays.
         "top_logprobs": [
-            {texts.token_text(token_id): value for token_id, value in reversed(entry.top)}
+            {_completion_token(texts, token_id): value for token_id, value in reversed(entry.top)}
             for entry in logprobs
         ],
         "text_offset": offsets,
     }
+
+
+def _completion_token(texts: TokenTexts, token_id: int) -> str:
+    """A token as completions name it: its text, or `bytes:\\xe2\\x80` where it is no whole one; as
+    U+FFFD all of those would be one key."""
+    raw = texts.token_bytes(token_id)
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+    return texts.token_text(token_id)

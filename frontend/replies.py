@@ -13,6 +13,13 @@ from frontend.stream_buffer import StreamBuffer
 from frontend.usage import Usage
 
 
+def _token_start(job: Job, number: int) -> int:
+    """Where the text of the latest token of a choice begins: a stop string may hold text back that is
+    not shown yet, but counts."""
+    prompt, index = divmod(number, job.request.common.n)
+    return job.generations[prompt].choices[index].token_start
+
+
 class WholeReply:
     """Collects all choices."""
 
@@ -28,10 +35,9 @@ class WholeReply:
         choice = self._choices[number]
         if logprob is not None:
             choice.logprobs.append(logprob)
-            choice.offsets.append(choice.length)
+            choice.offsets.append(_token_start(self._job, number))
         if text:
             choice.parts.append(text)
-            choice.length += len(text)
 
     def on_finish(self, number: int, reason: str) -> None:
         """Keep the reason; the last one ends it all."""
@@ -66,12 +72,11 @@ class WholeReply:
 
 
 class _StreamedChoice:
-    __slots__ = ("is_open", "length", "template")
+    __slots__ = ("is_open", "template")
 
     def __init__(self, template: EventTemplate) -> None:
         self.template = template
         self.is_open = False
-        self.length = 0
 
 
 class StreamedReply:
@@ -100,10 +105,10 @@ class StreamedReply:
             if text:
                 self._buffer.append(choice.template.fill(text))
         elif text or logprob is not None:
+            offset = _token_start(self._job, number)
             self._buffer.append(
-                self._format.token(number, text, logprob, choice.length, self._usage_now())
+                self._format.token(number, text, logprob, offset, self._usage_now())
             )
-        choice.length += len(text)
 
     def on_finish(self, number: int, reason: str) -> None:
         """The choice's last event; after the last choice, the stream's."""

@@ -29,11 +29,10 @@ class ReplyHead(msgspec.Struct, frozen=True):
 class WholeChoice:
     """A choice that is being collected."""
 
-    __slots__ = ("finish_reason", "length", "logprobs", "offsets", "parts")
+    __slots__ = ("finish_reason", "logprobs", "offsets", "parts")
 
     def __init__(self) -> None:
         self.parts: list[str] = []
-        self.length = 0
         self.logprobs: list[TokenLogprob] = []
         self.offsets: list[int] = []
         self.finish_reason = "stop"
@@ -94,9 +93,12 @@ class _Events:
 class ChatFormat:
     """`chat.completion` and its chunks."""
 
-    def __init__(self, head: ReplyHead, texts: TokenTexts, with_usage: bool) -> None:
+    def __init__(
+        self, head: ReplyHead, texts: TokenTexts, with_usage: bool, with_logprobs: bool
+    ) -> None:
         self._head = head
         self._texts = texts
+        self._with_logprobs = with_logprobs
         self._events = _Events(head, "chat.completion.chunk", with_usage)
 
     def _chunk(
@@ -146,7 +148,7 @@ class ChatFormat:
             {
                 "index": number,
                 "message": {"role": "assistant", "content": "".join(choice.parts), "refusal": None},
-                "logprobs": self._logprobs(choice.logprobs) if choice.logprobs else None,
+                "logprobs": self._logprobs(choice.logprobs) if self._with_logprobs else None,
                 "finish_reason": choice.finish_reason,
             }
             for number, choice in enumerate(choices)
@@ -159,11 +161,17 @@ class CompletionFormat:
     """`text_completion`, whole and in chunks."""
 
     def __init__(
-        self, head: ReplyHead, texts: TokenTexts, with_usage: bool, echoes: list[str]
+        self,
+        head: ReplyHead,
+        texts: TokenTexts,
+        with_usage: bool,
+        with_logprobs: bool,
+        echoes: list[str],
     ) -> None:
         """`echoes` has the text to repeat before each choice's own, or is empty."""
         self._head = head
         self._texts = texts
+        self._with_logprobs = with_logprobs
         self._echoes = echoes
         self._events = _Events(head, "text_completion", with_usage)
 
@@ -215,7 +223,7 @@ class CompletionFormat:
                 number,
                 (self._echoes[number] if self._echoes else "") + "".join(choice.parts),
                 completion_logprobs(self._texts, choice.logprobs, choice.offsets)
-                if choice.logprobs
+                if self._with_logprobs
                 else None,
                 choice.finish_reason,
             )

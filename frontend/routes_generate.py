@@ -136,7 +136,10 @@ class ChatEndpoint(_GenerateEndpoint):
         super().__init__(services, "chatcmpl-", read_chat)
 
     def _format(self, head: ReplyHead, request: GenerationRequest) -> ReplyFormat:
-        return ChatFormat(head, self._services.texts, request.common.include_usage)
+        common = request.common
+        return ChatFormat(
+            head, self._services.texts, common.include_usage, common.sampling.logprobs >= 0
+        )
 
 
 class CompletionEndpoint(_GenerateEndpoint):
@@ -153,4 +156,6 @@ class CompletionEndpoint(_GenerateEndpoint):
                 echo = prompt.echo or ""
                 text = echo if isinstance(echo, str) else texts.decode(echo)
                 echoes.extend([text] * common.n)
-        return CompletionFormat(head, texts, common.include_usage, echoes)
+        return CompletionFormat(
+            head, texts, common.include_usage, common.sampling.logprobs >= 0, echoes
+        )

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+import msgspec
+
+
+class StopRule(msgspec.Struct, frozen=True):
+    """The stop strings of a request."""
+
+    strings: tuple[str, ...] = ()
+    min_tokens: int = 0
+    """What the first so many tokens complete is no stop string, but text."""
+
 
 class StopScanner:
     """Cuts a text at its first stop string.
@@ -19,10 +29,15 @@ class StopScanner:
         self._first_characters = frozenset(stop[0] for stop in stops)
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """Take the next piece; returns what may be shown, and whether a stop string was met."""
+    def push(self, text: str, may_stop: bool = True) -> tuple[str, bool]:
+        """Take the next piece; returns what may be shown, and whether a stop string was met.
+
+        Without `may_stop` a stop string that ends in this piece is text like any other; one that
+        only begins in it may be met later.
+        """
+        seen = len(self._held)
         text = self._held + text
-        cut = self._first_match(text)
+        cut = self._first_match(text, seen) if may_stop else None
         if cut is not None:
             self._held = ""
             return text[:cut], True
@@ -35,10 +50,11 @@ class StopScanner:
         held, self._held = self._held, ""
         return held
 
-    def _first_match(self, text: str) -> int | None:
+    def _first_match(self, text: str, seen: int) -> int | None:
+        """Where the first stop string starts that does not lie within the first `seen` characters."""
         best: tuple[int, int] | None = None
         for stop in self._stops:
-            start = text.find(stop)
+            start = text.find(stop, max(seen - len(stop) + 1, 0))
             if start >= 0 and (best is None or (start + len(stop), start) < best):
                 best = (start + len(stop), start)
         return None if best is None else best[1]
@@ -49,6 +65,6 @@ class StopScanner:
         for start, character in enumerate(text):
             if character in first_characters:
                 tail = text[start:]
-                if any(stop.startswith(tail) for stop in self._stops):
+                if any(len(tail) < len(stop) and stop.startswith(tail) for stop in self._stops):
                     return start
         return len(text)

@@ -17,6 +17,7 @@ from frontend.request_schema.limits import (
     MAX_STOPS,
     ModelLimits,
 )
+from frontend.stop_strings import StopRule
 from transport.messages import SamplingParams
 
 INT64 = 2**63
@@ -27,7 +28,7 @@ class Common(msgspec.Struct, frozen=True):
     """What every generating request says."""
 
     sampling: SamplingParams
-    stops: tuple[str, ...]
+    stops: StopRule
     n: int
     priority: int
     stream: bool
@@ -50,9 +51,10 @@ def read_common(fields: Fields, limits: ModelLimits, default_tokens: int, logpro
     fields.mapping("metadata")
     stream = fields.boolean("stream")
     include_usage, continuous_usage = _read_stream_options(fields, stream)
+    sampling = _read_sampling(fields, limits, default_tokens, logprobs)
     return Common(
-        sampling=_read_sampling(fields, limits, default_tokens, logprobs),
-        stops=_read_stops(fields),
+        sampling=sampling,
+        stops=StopRule(_read_stops(fields), sampling.min_tokens),
         n=fields.integer("n", 1, limits.max_choices) or 1,
         priority=fields.integer("priority", -INT64, INT64 - 1) or 0,
         stream=stream,

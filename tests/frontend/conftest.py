@@ -115,6 +115,8 @@ class FakeRouter:
     cancelled: set[tuple[RequestId, int]] = field(default_factory=set)
     paused: set[tuple[RequestId, int]] = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    top_ids: list[int] = field(default_factory=lambda: list(range(20)))
+    """The likely tokens of every step, the likeliest first."""
 
     def of_kind(self, kind: type[Message]) -> list[Message]:
         return [message for message in self.sent if isinstance(message, kind)]
@@ -181,7 +183,7 @@ class FakeRouter:
         top = submit.sampling.logprobs
         frames = [token_frame(row * len(live))]
         if top >= 0:
-            words = [logprob_words(token, top) for _ in live for token in row]
+            words = [logprob_words(token, self.top_ids[:top]) for _ in live for token in row]
             frames.append(b"".join(words))
         self.deliver(
             TokenBatch(
@@ -198,12 +200,12 @@ class FakeRouter:
         )
 
 
-def logprob_words(token: int, top: int) -> bytes:
-    """Chosen: -token/100; the likely ones: ids 0.., logprobs -0.5, -1.5, ..."""
+def logprob_words(token: int, top: list[int]) -> bytes:
+    """Chosen: -token/100; the likely ones `top`: logprobs -0.5, -1.5, ..."""
     return (
         np.float32(-token / 100).tobytes()
-        + np.arange(top, dtype="<i4").tobytes()
-        + (-0.5 - np.arange(top, dtype="<f4")).tobytes()
+        + np.array(top, dtype="<i4").tobytes()
+        + (-0.5 - np.arange(len(top), dtype="<f4")).tobytes()
     )
 
 

@@ -9,20 +9,22 @@ from hypothesis import strategies as st
 from frontend.stop_strings import StopScanner
 
 
-def cut_letter_by_letter(text: str, stops: list[str]) -> tuple[str, bool]:
-    """The plain reading: type the text letter by letter until it ends with a stop string."""
-    for end in range(1, len(text) + 1):
+def cut_letter_by_letter(text: str, stops: list[str], first: int = 0) -> tuple[str, bool]:
+    """The plain reading: type the text letter by letter until it ends with a stop string; the `first`
+    letters end nothing."""
+    for end in range(first + 1, len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:
             return text[: min(starts)], True
     return text, False
 
 
-def scan(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
+def scan(pieces: list[str], stops: list[str], harmless: int = 0) -> tuple[str, bool]:
+    """`harmless`: so many pieces end nothing."""
     scanner = StopScanner(tuple(stops))
     shown = ""
-    for piece in pieces:
-        text, is_stopped = scanner.push(piece)
+    for number, piece in enumerate(pieces):
+        text, is_stopped = scanner.push(piece, may_stop=number >= harmless)
         shown += text
         if is_stopped:
             return shown, True
@@ -38,6 +40,16 @@ LETTERS = st.text("abé🌍", max_size=30)
 def test_the_cut_does_not_depend_on_the_pieces(pieces, stops):
     stops = stops or ["ab"]
     assert scan(pieces, stops) == cut_letter_by_letter("".join(pieces), stops)
+
+
+@given(
+    st.lists(st.text("ab", max_size=4), max_size=8),
+    st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
+    st.integers(0, 8),
+)
+def test_what_the_first_pieces_complete_is_no_stop_string(pieces, stops, harmless):
+    first = len("".join(pieces[:harmless]))
+    assert scan(pieces, stops, harmless) == cut_letter_by_letter("".join(pieces), stops, first)
 
 
 @given(LETTERS, st.lists(st.text("abé🌍", min_size=1, max_size=5), min_size=1, max_size=4))

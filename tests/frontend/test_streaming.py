@@ -121,6 +121,71 @@ def test_completion_logprobs(serve, request_http, script_class):
     assert logprobs["token_logprobs"] == pytest.approx([-0.97, -0.98])
 
 
+def streamed_logprobs(answer, field: str) -> list:
+    choices = [choice for event in answer.events for choice in event["choices"]]
+    return [value for c in choices if c["logprobs"] for value in c["logprobs"][field]]
+
+
+@pytest.mark.parametrize("stop", ["zzz", "bcde", "cdX", "é!"])
+def test_offsets_count_text_that_a_stop_string_holds_back(serve, request_http, script_class, stop):
+    server = serve(script_class(text="abcdé"))
+    body = {"prompt": "x", "logprobs": 0, "stop": stop}
+    whole = request_http(server, "POST", COMPLETIONS, body).json["choices"][0]
+    assert whole["text"] == "abcdé"
+    assert whole["logprobs"]["text_offset"] == [0, 1, 2, 3, 4, 4]  # é has two tokens here
+    stream = request_http(server, "POST", COMPLETIONS, {**body, "stream": True})
+    assert streamed_logprobs(stream, "text_offset") == [0, 1, 2, 3, 4, 4]
+
+
+def test_tokens_that_are_no_whole_characters_keep_apart(serve, request_http, script_class):
+    server = serve(script_class(tokens=[65, 0xC3, 0xA9]))
+    server.call(lambda: setattr(server.router, "top_ids", [0x94, 0x41, 0xE2]))
+    body = {"prompt": "x", "logprobs": 3}
+    logprobs = request_http(server, "POST", COMPLETIONS, body).json["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["A", "bytes:\\xc3", "bytes:\\xa9"]
+    wanted = {"bytes:\\x94": -0.5, "A": -1.5, "bytes:\\xe2": -2.5}
+    assert logprobs["top_logprobs"] == [wanted] * 3
+
+
+def test_logprobs_of_no_token_are_empty_lists(serve, request_http, script_class):
+    server = serve(script_class(text=""))
+    body = {"messages": MESSAGES, "logprobs": True}
+    choice = request_http(server, "POST", CHAT, body).json["choices"][0]
+    assert (choice["message"]["content"], choice["logprobs"]["content"]) == ("", [])
+    choice = request_http(server, "POST", CHAT, {**body, "logprobs": False}).json["choices"][0]
+    assert choice["logprobs"] is None
+    body = {"prompt": "x", "logprobs": 1}
+    choice = request_http(server, "POST", COMPLETIONS, body).json["choices"][0]
+    assert set(choice["logprobs"]) == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
+    assert list(choice["logprobs"].values()) == [[]] * 4
+    choice = request_http(server, "POST", COMPLETIONS, {"prompt": "x"}).json["choices"][0]
+    assert choice["logprobs"] is None
+
+
+@pytest.mark.parametrize("per_row", [1, 100])
+@pytest.mark.parametrize(
+    ("stop", "min_tokens", "shown", "tokens"),
+    [
+        (["b"], 0, "aX", 3),
+        (["b"], 2, "aX", 3),
+        (["b"], 3, "aXbaX", 6),
+        (["ba"], 3, "aX", 4),  # begins within the first three, ends behind them
+        (["ba", "Xa"], 4, "aXbaXb", 8),
+        (["X"], 9, "aXbaXbXaX", 10),
+    ],
+)
+def test_stop_strings_wait_for_the_least_number_of_tokens(
+    serve, request_http, script_class, per_row, stop, min_tokens, shown, tokens
+):
+    server = serve(script_class(text="aXbaXbXaX", per_row=per_row))
+    body = {"prompt": "x", "stop": stop, "min_tokens": min_tokens}
+    answer = request_http(server, "POST", COMPLETIONS, body).json
+    assert answer["choices"][0]["text"] == shown
+    assert answer["usage"]["completion_tokens"] == tokens
+    stream = request_http(server, "POST", COMPLETIONS, {**body, "stream": True})
+    assert streamed_text(stream) == shown
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_early_errors_are_plain_answers(serve, request_http, script_class, stream):
     server = serve(script_class(error=failure()))

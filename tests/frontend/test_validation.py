@@ -12,6 +12,7 @@ from frontend.request_schema.chat import read_chat
 from frontend.request_schema.completions import read_completion
 from frontend.request_schema.limits import ModelLimits
 from frontend.request_schema.tokenize import read_detokenize, read_tokenize
+from frontend.stop_strings import StopRule
 
 LIMITS = ModelLimits("served", 1000, 4096, 8)
 USER = {"role": "user", "content": "Hi"}
@@ -139,7 +140,7 @@ def test_values_arrive():
     assert (sampling.repetition_penalty, sampling.logit_bias) == (1.2, ((5, -100.0),))
     assert (sampling.logprobs, sampling.min_tokens, sampling.ignore_eos) == (3, 2, True)
     assert sampling.stop_token_ids == (3,)
-    assert (common.stops, common.n, common.priority) == (("a", "b"), 2, -3)
+    assert (common.stops, common.n, common.priority) == (StopRule(("a", "b"), 2), 2, -3)
     assert (common.include_usage, common.continuous_usage) == (False, True)
 
 

@@ -144,6 +144,11 @@ class DealerSocket(CountingSocket):
         socket.connect(endpoint)
         super().__init__(socket, endpoint.rsplit("/", 1)[-1].removesuffix(".sock"))
 
+    @property
+    def can_send(self) -> bool:
+        """Whether the next `send` will be taken."""
+        return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
+
     def send(self, message: Message, *frames: Payload) -> bool:
         """Send; False if the peer has not taken HIGH_WATER_MARK earlier messages."""
         return self._send_frames([encode_header(message), *frames])

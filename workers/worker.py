@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -20,6 +21,7 @@ from transport.messages import (
     Cancel,
     CommandDone,
     Hello,
+    Message,
     ModelInfo,
     Refused,
     SequenceFailed,
@@ -43,7 +45,7 @@ DEVICE_SECONDS = 1.0
 """Time between two looks at the device's memory."""
 IDLE_SECONDS = 0.5
 """Longest wait without a look at what the daemon asks."""
-COPY_POLL_MS = 1
+SHORT_POLL_MS = 1
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +131,8 @@ class Worker:
         self._telemetry = telemetry
         self._prefixes = prefixes
         self._launch_times: list[tuple[float, bool]] = []
-        self._welcome = False
+        self._unsent: deque[tuple[Message, tuple[memoryview, ...]]] = deque()
+        """What the router has not taken yet, in order."""
 
     def run(self, stop: StopFlag, hello: Hello, inbox: DaemonInbox, idle_seconds: float) -> None:
         """Serve until `stop` is set.
@@ -141,14 +144,15 @@ class Worker:
         poller = zmq.Poller()
         poller.register(self._dealer.socket, zmq.POLLIN)
         poller.register(stop.fd, zmq.POLLIN)
-        self._dealer.send(hello)
+        self._send(hello)
         idle_check = self._make_idle_check()
         while not stop.is_set():
             if inbox.router_lost.is_set():
                 inbox.router_lost.clear()
                 self._scheduler.cancel_all()
+                self._unsent.clear()
                 self._link.set_state("loading", "joining the new router")
-                self._dealer.send(hello)
+                self._send(hello)
             self._receive()
             while (command := inbox.take_command()) is not None:
                 self._carry_out(command)
@@ -175,9 +179,10 @@ class Worker:
         self._link.post(CommandDone(command.serial), msgspec.json.encode(content))
 
     def _idle_ms(self, idle_seconds: float) -> int:
-        """How long to wait for messages: shortly while copies are under way, which wake nobody."""
-        if self._prefixes is not None and self._prefixes.transfers.num_open:
-            return COPY_POLL_MS
+        """How long to wait for messages: shortly while copies are under way or the router does not
+        read, the ends of which wake nobody."""
+        if self._unsent or (self._prefixes is not None and self._prefixes.transfers.num_open):
+            return SHORT_POLL_MS
         return round(min(idle_seconds, IDLE_SECONDS) * 1000)
 
     def _receive(self) -> None:
@@ -196,7 +201,7 @@ class Worker:
             case Throttle(request_id, index, paused):
                 self._scheduler.throttle(request_id, index, paused)
             case Welcome():
-                self._dealer.send(self._ready())
+                self._send(self._ready())
                 self._link.set_state("ready")
             case Refused(reason):
                 raise RouterRefusedError(f"the router refused this worker: {reason}")
@@ -235,10 +240,13 @@ class Worker:
             failed = SequenceFailed(
                 start.request_id, start.index, 400, "context_length_exceeded", str(error)
             )
-            self._dealer.send(failed)
+            self._send(failed)
 
     def _step(self) -> bool:
-        """Launch what can be launched, collect what has to be. False: there was nothing to do."""
+        """Launch what can be launched, collect what has to be. False: there was nothing to do, or
+        the router does not read: what it does not take could only be lost."""
+        if not self._flush():
+            return False
         plan = self._scheduler.plan()
         if plan is not None:
             self._launch_times.append((time.monotonic(), plan.is_prompt))
@@ -252,12 +260,12 @@ class Worker:
             return plan is not None
         output = self._scheduler.apply(self._engine.collect())
         launched, is_prompt = self._launch_times.pop(0)
-        self._send(output)
+        self._send_tokens(output)
         self._telemetry.observe_step(is_prompt, time.monotonic() - launched)
         self._telemetry.update(self._scheduler)
         return True
 
-    def _send(self, output: StepOutput) -> None:
+    def _send_tokens(self, output: StepOutput) -> None:
         frontends: dict[ProcessName, tuple[list[TokenRow], list[Sequence]]] = {}
         for row in output.rows:
             frontend = row.sequence.frontend
@@ -268,8 +276,23 @@ class Worker:
             frontends.setdefault(sequence.frontend, ([], []))[1].append(sequence)
         for frontend, (rows, started) in frontends.items():
             batch, frames = token_batch(frontend, output.step, rows, started)
-            if not self._dealer.send(batch, *frames):
-                log.error("the router does not read: a step's tokens for %s are lost", frontend)
+            self._send(batch, *frames)
+
+    def _send(self, message: Message, *frames: memoryview) -> None:
+        """Send to the router, as soon as it takes it."""
+        was_blocked = bool(self._unsent)
+        self._unsent.append((message, frames))
+        if not self._flush() and not was_blocked:
+            log.warning("the router does not read: this worker waits for it")
+
+    def _flush(self) -> bool:
+        """Send what is unsent; whether all of it could be."""
+        while self._unsent and self._dealer.can_send:
+            message, frames = self._unsent[0]
+            if not self._dealer.send(message, *frames):
+                break
+            self._unsent.popleft()
+        return not self._unsent
 
 
 def token_batch(

@@ -79,11 +79,11 @@ class Router:
             if self._tap.socket in events:
                 self._tap.listen()
             self._drain_socket()
-            for sent in self._outbox.retry():
-                self._show(sent)
             now = time.monotonic()
             if now >= next_tick:
                 next_tick = now + TICK_SECONDS
+                for sent in self._outbox.retry():
+                    self._show(sent)
                 self._send_all(self._core.tick(now))
                 self._core.check_integrity()
             self._link.tick()

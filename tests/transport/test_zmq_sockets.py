@@ -76,8 +76,10 @@ def test_a_full_queue_refuses_and_takes_again_once_it_is_read(router, connect, r
 
 def test_a_dealer_whose_router_does_not_read_refuses(router, connect):
     dealer = connect("worker/0")
+    assert dealer.can_send
     taken = fill(lambda: dealer.send(HELLO))
     assert taken >= 20_000
+    assert not dealer.can_send
     assert dealer.stats().dropped == 1
     assert dealer.stats().sent == taken
 

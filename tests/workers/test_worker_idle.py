@@ -61,7 +61,7 @@ def run_turns(near, turns, on_turn=lambda turn: None) -> CountingScheduler:
 
     worker = Worker(
         0, engine, scheduler,
-        SimpleNamespace(socket=near, send=lambda *parts: True, drain=drain),
+        SimpleNamespace(socket=near, can_send=True, send=lambda *parts: True, drain=drain),
         SimpleNamespace(tick=tick, set_state=lambda *parts: None),
         WorkerTelemetry(MetricSet(), engine.info),
     )  # fmt: skip

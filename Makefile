@@ -7,7 +7,7 @@ STAMP := $(VENV)/installed
 ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install serve test test-quick test-gpu lint format lock bench clean
+.PHONY: help install serve test test-quick test-gpu lint format lock bench bench-gpu clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,6 +50,9 @@ format: $(STAMP)  ## Put the code in shape.
 
 bench: $(STAMP)  ## Measure the pipeline without a model.
 	$(BIN)/python -m benchmarks.pipeline $(ARGS)
+
+bench-gpu:  ## Measure page copies and prefix hits on a GPU with the active Python, some ten minutes.
+	$(PYTHON) -m benchmarks.gpu $(ARGS)
 
 lock:  ## Pin what is installed in .venv now.
 	@{ echo "# Every package that running and testing needs, pinned. Made by \`make lock\`."; \

@@ -138,11 +138,8 @@ def main(
             began = time.monotonic()
             code = run_part(part, minutes * 60)
             failed += code != 0
-            ended = (
-                "in time"
-                if code == 0
-                else f"[red]{'too late' if code is None else f'exit code {code}'}[/]"
-            )
+            said = "took too long" if code is None else f"exit code {code}"
+            ended = "well" if code == 0 else f"[red]{said}[/]"
             seconds = f"{time.monotonic() - began:.0f}"
             table.add_row(f"{number} {part.name}", ended, seconds, str(part.figures))
     console.print(table)

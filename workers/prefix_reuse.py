@@ -36,8 +36,11 @@ class PrefixReuse:
     def enqueue(self, sequence: Sequence) -> None:
         """The sequence waits for a slot. For models with states, those that are computed meanwhile
         leave a state where it can go on; others leave all their pages anyway."""
-        if sequence.uses_prefix_cache and self._cache.has_states:
-            sequence.wanted_keys = self._cache.hit_keys(self._hit_keys(sequence))
+        if not sequence.uses_prefix_cache:
+            return
+        keys = self._hit_keys(sequence)  # hashed as it comes, not many at once in a step
+        if self._cache.has_states:
+            sequence.wanted_keys = self._cache.hit_keys(keys)
             self._demand.add(sequence.wanted_keys)
 
     def should_wait(self, sequence: Sequence) -> bool:

@@ -64,9 +64,22 @@ MODELS = st.sampled_from([(0, 0, 24), (5, 11, 24), (8, 8, 24), (16, 17, 24), (5,
     depth=st.integers(0, 1),
     dies_at=st.none() | st.integers(1, 50),
     flush_at=st.none() | st.integers(1, 50),
+    refused=st.sets(st.sampled_from(["store_pages", "store_state"])),
+    refused_until=st.integers(0, 40),
 )
 def test_tokens_are_those_of_a_run_without_a_cache(
-    rank_class, traffic, model, host_pages, host_states, delay, budget, depth, dies_at, flush_at
+    rank_class,
+    traffic,
+    model,
+    host_pages,
+    host_states,
+    delay,
+    budget,
+    depth,
+    dies_at,
+    flush_at,
+    refused,
+    refused_until,
 ):
     with contextlib.ExitStack() as stack:
         fd = create_segment("test")
@@ -91,6 +104,7 @@ def test_tokens_are_those_of_a_run_without_a_cache(
                     if number in pending or number in cancelled or len(done) == wanted.output:
                         continue
                     wanted.send(rank, number, done)
+            rank.copies.refused = refused if now < refused_until else set()
             if now == flush_at:
                 rank.cache.flush()
             while pending and traffic[pending[0]].at <= now:

@@ -29,11 +29,12 @@ from transport.messages import (
     Refused,
     SetLogLevel,
     Snapshot,
+    SocketStats,
     StateChanged,
     StopInstance,
     Welcome,
 )
-from transport.sockets import LINGER_MS, Endpoints, Received, RouterSocket
+from transport.sockets import Endpoints, Received, RouterSocket, SubscriberSocket
 
 TELEMETRY_QUEUE = 10_000
 
@@ -93,15 +94,12 @@ class ControlServer:
         self._config_hash = config_hash
         self._control = RouterSocket(context, endpoints.control)
         self._relay = CommandRelay(self._control)
-        self._telemetry = context.socket(zmq.SUB)
-        self._telemetry.setsockopt(zmq.RCVHWM, TELEMETRY_QUEUE)
-        self._telemetry.setsockopt(zmq.SUBSCRIBE, b"")
-        self._telemetry.bind(endpoints.telemetry)
+        self._telemetry = SubscriberSocket(context, endpoints.telemetry, TELEMETRY_QUEUE)
 
     def register(self, poller: zmq.Poller) -> None:
         """Wake the poller when something comes in."""
         poller.register(self._control.socket, zmq.POLLIN)
-        poller.register(self._telemetry, zmq.POLLIN)
+        poller.register(self._telemetry.socket, zmq.POLLIN)
 
     def handle_incoming(self, handler: ControlHandler) -> None:
         """Handle all that is there now."""
@@ -117,17 +115,17 @@ class ControlServer:
         """Tell a process something; False if it does not listen."""
         return self._control.send(peer, message)
 
+    def socket_stats(self) -> list[SocketStats]:
+        """Traffic of both sockets."""
+        return [self._control.stats(), self._telemetry.stats()]
+
     def close(self) -> None:
         """Close both sockets. Idempotent."""
         self._control.close()
-        self._telemetry.close(linger=LINGER_MS)
+        self._telemetry.close()
 
     def _handle_telemetry(self, handler: ControlHandler) -> None:
-        for _ in range(TELEMETRY_QUEUE):
-            try:
-                frame = self._telemetry.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        for frame in self._telemetry.drain(TELEMETRY_QUEUE):
             try:
                 message = decode_header(frame)
             except BadMessage:

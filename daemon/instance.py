@@ -306,6 +306,7 @@ class Instance:
             started_at=self._started_at,
             now=time.monotonic(),
             children=self._supervisor.children,
+            sockets=self._server.socket_stats(),
         )
 
     # ---- stopping -----------------------------------------------------------------------------------

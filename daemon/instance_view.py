@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from daemon.supervisor import Child
 from transport.ids import ProcessName
-from transport.messages import InstanceState
+from transport.messages import InstanceState, SocketStats
 
 
 @dataclass(frozen=True)
@@ -26,3 +26,5 @@ class InstanceView:
     started_at: float
     now: float
     children: Mapping[ProcessName, Child]
+    sockets: Sequence[SocketStats] = ()
+    """The daemon's own; those of the children are in their snapshots."""

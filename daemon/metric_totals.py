@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Final
 
-from transport.messages import HistogramValue, Snapshot
+from transport.messages import HistogramValue, Snapshot, SocketStats
 
 Labels = tuple[str, ...]
 Key = tuple[str, Labels]
@@ -45,8 +46,12 @@ class Totals:
         for name, histograms in snapshot.histograms.items():
             for labels, histogram in histograms:
                 self._merge((name, before + labels), histogram)
-        for socket in snapshot.sockets:
-            where = (snapshot.name, socket.name)
+        self.add_sockets(snapshot.name, snapshot.sockets)
+
+    def add_sockets(self, process: str, sockets: Sequence[SocketStats]) -> None:
+        """Add the traffic of one process's sockets since its start."""
+        for socket in sockets:
+            where = (process, socket.name)
             self._count(("socket_messages", (*where, "received")), socket.received)
             self._count(("socket_messages", (*where, "sent")), socket.sent)
             self._count(("socket_bytes", (*where, "received")), socket.received_bytes)

@@ -50,6 +50,7 @@ class MetricsExporter:
         for child in view.children.values():
             if child.last_snapshot is not None:
                 totals.add(child.last_snapshot)
+        totals.add_sockets(DAEMON_NAME, view.sockets)
         return totals
 
     def render(self, view: InstanceView) -> bytes:

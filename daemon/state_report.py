@@ -131,9 +131,11 @@ def cache(view: InstanceView, exporter: MetricsExporter) -> list[CacheRow]:
 
 def sockets(view: InstanceView, _: MetricsExporter) -> list[SocketRow]:
     """Traffic of all sockets."""
+    processes = [(DAEMON_NAME, view.sockets)]
+    processes += [(snapshot.name, snapshot.sockets) for snapshot in _snapshots(view)]
     return [
         SocketRow(
-            process=snapshot.name,
+            process=process,
             socket=socket.name,
             received_messages=socket.received,
             received_bytes=socket.received_bytes,
@@ -141,8 +143,8 @@ def sockets(view: InstanceView, _: MetricsExporter) -> list[SocketRow]:
             sent_bytes=socket.sent_bytes,
             dropped_messages=socket.dropped,
         )
-        for snapshot in _snapshots(view)
-        for socket in snapshot.sockets
+        for process, stats in processes
+        for socket in stats
     ]
 
 

@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from transport.child import EXIT_AGAIN, EXIT_FATAL, ProcessSettings
-from transport.framing import BadMessage, encode_header
+from transport.framing import BadMessage
 from transport.ids import ROUTER_NAME
 from transport.logs import set_level
 from transport.messages import (
@@ -39,7 +39,14 @@ from transport.messages import (
     StateChanged,
     Welcome,
 )
-from transport.sockets import LINGER_MS, CountingSocket, DealerSocket, Endpoints, Received
+from transport.sockets import (
+    LINGER_MS,
+    CountingSocket,
+    DealerSocket,
+    Endpoints,
+    PublisherSocket,
+    Received,
+)
 from transport.stacks import thread_stacks
 from transport.telemetry import MetricSet
 
@@ -75,7 +82,7 @@ class TelemetrySource(Protocol):
     """What a process adds to its snapshots beyond its metrics. Called from the link's thread."""
 
     def socket_stats(self) -> list[SocketStats]:
-        """Traffic of the process's sockets."""
+        """Traffic of the process's other sockets: the link adds its own two."""
         ...
 
     def request_rows(self) -> list[RequestRow]:
@@ -190,10 +197,7 @@ class DaemonLink:
     def _run(self) -> None:
         endpoints = Endpoints(self._settings.run_dir)
         control = DealerSocket(self._context, endpoints.control, self._settings.name)
-        telemetry = self._context.socket(zmq.PUB)
-        telemetry.setsockopt(zmq.SNDHWM, TELEMETRY_QUEUE)
-        telemetry.setsockopt(zmq.LINGER, LINGER_MS)
-        telemetry.connect(endpoints.telemetry)
+        telemetry = PublisherSocket(self._context, endpoints.telemetry, TELEMETRY_QUEUE)
         poller = zmq.Poller()
         poller.register(control.socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
@@ -206,7 +210,7 @@ class DaemonLink:
             self._flush(control)
         finally:
             control.close()
-            telemetry.close(linger=LINGER_MS)
+            telemetry.close()
 
     def _hello(self) -> Hello:
         settings = self._settings
@@ -214,7 +218,7 @@ class DaemonLink:
             PROTOCOL_VERSION, settings.role, settings.name, os.getpid(), settings.config_hash
         )
 
-    def _turn(self, control: DealerSocket, telemetry: zmq.Socket[bytes]) -> None:
+    def _turn(self, control: DealerSocket, telemetry: PublisherSocket) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
         try:
@@ -227,9 +231,7 @@ class DaemonLink:
         if now < self._next_snapshot:
             return
         self._next_snapshot = now + self._settings.heartbeat_seconds
-        try:
-            telemetry.send(encode_header(self._snapshot()), zmq.NOBLOCK)
-        except zmq.Again:
+        if not telemetry.publish(self._snapshot([control.stats(), telemetry.stats()])):
             log.debug("a snapshot was dropped: the daemon does not read")
 
     def _receive(self, control: DealerSocket, received: Received) -> None:
@@ -255,7 +257,7 @@ class DaemonLink:
             if not control.send(message, *frames):
                 log.warning("the daemon does not read: lost a %s", type(message).__name__)
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self, own_sockets: list[SocketStats]) -> Snapshot:
         return Snapshot(
             name=self._settings.name,
             pid=os.getpid(),
@@ -265,7 +267,7 @@ class DaemonLink:
             counters=self._metrics.read_counters(),
             gauges=self._metrics.read_gauges(),
             histograms=self._metrics.read_histograms(),
-            sockets=self._source.socket_stats(),
+            sockets=[*self._source.socket_stats(), *own_sockets],
             queues=self._metrics.read_queues(),
             requests=self._source.request_rows(),
         )

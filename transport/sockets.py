@@ -142,7 +142,7 @@ class DealerSocket(CountingSocket):
         socket.setsockopt(zmq.IDENTITY, identity.encode())
         _limit(socket)
         socket.connect(endpoint)
-        super().__init__(socket, endpoint.rsplit("/", 1)[-1].removesuffix(".sock"))
+        super().__init__(socket, _name(endpoint))
 
     @property
     def can_send(self) -> bool:
@@ -171,7 +171,7 @@ class RouterSocket(CountingSocket):
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         socket.bind(endpoint)
-        super().__init__(socket, endpoint.rsplit("/", 1)[-1].removesuffix(".sock"))
+        super().__init__(socket, _name(endpoint))
 
     def send(self, peer: ProcessName, message: Message, *frames: Payload) -> bool:
         """Send to a peer; False if it is not connected or does not read."""
@@ -189,6 +189,46 @@ class RouterSocket(CountingSocket):
                 return
             peer = ProcessName(bytes(frames[0].buffer).decode("utf-8", "replace"))
             yield Received(decode_header(frames[1]), frames[1], frames[2:], peer)
+
+
+class PublisherSocket(CountingSocket):
+    """A process's snapshots to the daemon. What the daemon is too slow for is lost."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, queue: int) -> None:
+        """`queue`: messages that may wait for the daemon."""
+        socket = context.socket(zmq.PUB)
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
+        socket.setsockopt(zmq.SNDHWM, queue)
+        socket.connect(endpoint)
+        super().__init__(socket, _name(endpoint))
+
+    def publish(self, message: Message) -> bool:
+        """Send; False if it could not be."""
+        return self._send_frames([encode_header(message)])
+
+
+class SubscriberSocket(CountingSocket):
+    """The daemon's side of all snapshots."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, queue: int) -> None:
+        """`queue`: messages of one process that may wait."""
+        socket = context.socket(zmq.SUB)
+        socket.setsockopt(zmq.RCVHWM, queue)
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        socket.bind(endpoint)
+        super().__init__(socket, _name(endpoint))
+
+    def drain(self, limit: int) -> Iterator[zmq.Frame]:
+        """Headers of the messages that are there now, at most `limit`."""
+        for _ in range(limit):
+            frames = self._receive_frames()
+            if frames is None:
+                return
+            yield frames[0]
+
+
+def _name(endpoint: str) -> str:
+    return endpoint.rsplit("/", 1)[-1].removesuffix(".sock")
 
 
 def _limit(socket: zmq.Socket[bytes]) -> None:

@@ -131,7 +131,8 @@ def test_queues_and_sockets_are_shown_by_process(make_child, make_view):
                 sockets=[SocketStats("router", 10, 2048, 20, 4096, 3)],
                 queues=[QueueStats("waiting requests", 2, 9, 256)],
             )
-        )
+        ),
+        sockets=[SocketStats("control", 1, 2, 3, 77, 0)],
     )  # fmt: skip
     found = read(MetricsExporter().render(view))
     queue = (("process", "router"), ("queue", "waiting requests"))
@@ -140,6 +141,8 @@ def test_queues_and_sockets_are_shown_by_process(make_child, make_view):
     socket = (("process", "router"), ("socket", "router"))
     assert found["deepinfer:socket_bytes_total", (("direction", "sent"), *socket)] == 4096
     assert found["deepinfer:socket_dropped_messages_total", socket] == 3
+    own = (("process", "daemon"), ("socket", "control"))
+    assert found["deepinfer:socket_bytes_total", (("direction", "sent"), *own)] == 77
 
 
 def test_running_appears_only_where_it_counts_running_requests(make_child, make_view):

@@ -42,6 +42,18 @@ def frozen(server):
         os.kill(pid, signal.SIGCONT)
 
 
+def test_sockets_of_every_process(server, eventually):
+    wanted = {(name, socket) for name in server.pids() for socket in ("control", "telemetry")}
+    wanted |= {(name, "router") for name in server.pids() if name != "daemon"}
+    wanted.add(("router", "tap"))
+
+    def found() -> set[tuple[str, str]]:
+        return {(row["process"], row["socket"]) for row in server.ask("sockets")}
+
+    # A process that has just become ready has not sent a snapshot yet.
+    eventually(lambda: found() == wanted, 10, "every socket is told")
+
+
 def test_stacks_of_every_process(server, inspect):
     done = inspect("stacks", "--json")
     assert done.returncode == 0, done.stderr

@@ -139,6 +139,17 @@ def test_snapshots_go_on_while_the_main_loop_stands_still(daemon, make_link):
     assert (standing[-1].name, standing[-1].pid) == (NAME, os.getpid())
 
 
+def test_the_links_own_sockets_are_reported(daemon, make_link):
+    welcome(daemon, make_link())
+    daemon.snapshot()
+    while len(snapshot := daemon.snapshot().sockets) and not snapshot[1].sent:
+        pass
+    control, telemetry = snapshot
+    assert (control.name, telemetry.name) == ("control", "telemetry")
+    assert (control.sent, control.received) == (1, 1), "hello and welcome"
+    assert telemetry.sent_bytes > telemetry.sent > 0
+
+
 def test_messages_go_both_ways_with_their_frames(daemon, make_link):
     link = make_link()
     welcome(daemon, link)

@@ -35,6 +35,11 @@ def _reasons(reasons: list[str]) -> str:
     return ",".join(f"{reason}:{count}" for reason, count in sorted(Counter(reasons).items()))
 
 
+def log_refusal(status: int, request_id: str, seconds: float) -> None:
+    """Write the line of a request whose head was refused, `seconds` after it began."""
+    log.info("- other %d id=%s total=%s", status, request_id, _ms(0.0, seconds))
+
+
 def _stages(call: Call, first_token_at: float) -> list[str]:
     stages: StageTimes = call.stages
     spans = (

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
-from frontend.access_log import log_call
+from frontend.access_log import log_call, log_refusal
 from frontend.call import Call
 from frontend.errors import ApiError, ClientGone
 from frontend.http_protocol import ABORT
@@ -68,7 +68,7 @@ class FrontendApp:
     def __init__(self, services: Services) -> None:
         self._services = services
         routes = _routes(services)
-        self._labels = {id(route.endpoint): route.path for route in routes}
+        self._labels = {id(route.endpoint): _label(route.path) for route in routes}
         self._router = Router(routes, redirect_slashes=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -99,6 +99,11 @@ class FrontendApp:
         finally:
             self._log(scope, call)
 
+    def head_refused(self, status: int, request_id: str, seconds: float) -> None:
+        """Count and log a request that the HTTP protocol has refused by its head (`HeadRefusals`)."""
+        self._services.metrics.answered("other", status)
+        log_refusal(status, request_id, seconds)
+
     async def _route(self, scope: Scope, receive: Receive, send: Send, call: Call) -> None:
         scope["app"] = self  # makes the router raise instead of answering in plain text
         path: str = scope["path"]
@@ -109,7 +114,7 @@ class FrontendApp:
         try:
             await self._router(scope, receive, send)
         except HTTPException as error:
-            raise _as_api_error(error.status_code, error.headers) from error
+            raise _as_api_error(scope["method"], error.status_code, error.headers) from error
 
     async def _fail(
         self,
@@ -136,12 +141,17 @@ class FrontendApp:
         log_call(call, scope["method"] if route != "other" else "-", route, now)
 
 
-def _as_api_error(status: int, headers: Mapping[str, str] | None) -> ApiError:
+def _label(path: str) -> str:
+    """A route's path as metrics and log name it: `{model:path}` is a matter of the router."""
+    return path.replace(":path}", "}")
+
+
+def _as_api_error(method: str, status: int, headers: Mapping[str, str] | None) -> ApiError:
     if status == 405:
-        allowed = (headers or {}).get("Allow", "")
+        allowed = sorted((headers or {}).get("Allow", "").split(", "))
         return ApiError(
             405,
-            f"This path takes {allowed or 'another method'} alone.",
-            headers=((b"allow", allowed.encode()),),
+            f"{method} is not possible at this path: use {' or '.join(allowed)}.",
+            headers=((b"allow", ", ".join(allowed).encode()),),
         )
     return ApiError(status, "There is nothing at this path." if status == 404 else "Refused.")

@@ -17,6 +17,12 @@ _KEPT_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 _STATE_KEY = "deepinfer.call"
 
 
+def kept_request_id(given: bytes) -> str | None:
+    """The client's `X-Request-Id` for the answer and the log, if it is short and plain."""
+    given = given.strip()
+    return given.decode() if _KEPT_ID.fullmatch(given) else None
+
+
 class Call:
     """Facts about one HTTP request. Made by the outermost middleware, filled in on the way."""
 
@@ -37,9 +43,8 @@ class Call:
         self.id = uuid.uuid4().hex
         """Ours, unique."""
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        given = self.headers.get(b"x-request-id", b"").strip()
-        self.request_id = given.decode() if _KEPT_ID.fullmatch(given) else self.id
-        """The client's, if it is short and plain; for the answer and the log."""
+        self.request_id = kept_request_id(self.headers.get(b"x-request-id", b"")) or self.id
+        """For the answer and the log: the client's, else ours."""
         session = self.headers.get(b"x-session-affinity", b"").strip()
         self.affinity = hashlib.blake2b(session, digest_size=16).hexdigest() if session else ""
         """Which conversation the client says this is (header X-Session-Affinity)."""

@@ -1,8 +1,8 @@
 """uvicorn's HTTP/1 protocol with what it lacks.
 
 * The head of a request is bounded in size and in time.
-* What cannot be parsed is answered with an error object, and the connection is closed so that the
-  answer is not lost to a reset.
+* What cannot be parsed is answered with an error object and a request id, counted and logged, and the
+  connection is closed so that the answer is not lost to a reset.
 * An HTTP/1.0 client gets no chunk sizes: a stream ends with the connection.
 * A client that goes away is noticed also while further requests wait on its connection.
 * What the kernel buffers for a client that does not read is bounded.
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any, cast
+import uuid
+from typing import Any, Protocol, cast, runtime_checkable
 
 from uvicorn._types import ASGI3Application, ASGISendEvent
 from uvicorn.config import Config
@@ -24,6 +25,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 from uvicorn.server import ServerState
 
+from frontend.call import kept_request_id
 from frontend.errors import ApiError
 
 ABORT = "deepinfer.abort"
@@ -33,6 +35,15 @@ LINGER_SECONDS = 2.0
 UNSENT_BYTES = 131_072
 """Unsent bytes that the kernel takes of a connection. Its own bound is several megabytes: a slow
 reader would be noticed far too late."""
+
+
+@runtime_checkable
+class HeadRefusals(Protocol):
+    """An application that counts and logs what it never sees."""
+
+    def head_refused(self, status: int, request_id: str, seconds: float) -> None:
+        """A request was refused by its head, `seconds` after that began."""
+        ...
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -51,7 +62,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._head_bytes = 0
         self._in_head = True
+        self._head_began = 0.0
+        self._head_fault: ApiError | None = None
+        """What is wrong with a head that could be parsed."""
         self._is_refused = False
+        self._refusals = config.app if isinstance(config.app, HeadRefusals) else None
         self._head_timer: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None
 
@@ -82,6 +97,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._in_head:
             self._head_bytes += len(data)
             if self._head_timer is None:
+                self._head_began = self.loop.time()
                 self._head_timer = self.loop.call_later(self.head_seconds, self._head_too_slow)
         super().data_received(data)
         if self._in_head and self._head_bytes > self.max_head_bytes and not self._is_refused:
@@ -97,9 +113,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_head = False
         self._head_bytes = 0
         self._stop_head_timer()
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size > self.max_head_bytes:
-            raise ValueError("the head is too large")
+        self._head_fault = self._find_fault()
+        if self._head_fault is not None:
+            raise ValueError(self._head_fault.message)
         cast("dict[str, Any]", self.scope)["extensions"] = {ABORT: self.transport.abort}
         super().on_headers_complete()
 
@@ -107,14 +123,26 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """A request has been read; the next one may already follow."""
         self._in_head = True
         super().on_message_complete()
+        # The scope of this request keeps its own: a refusal of the next one must not find them.
+        self.headers = []
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what cannot be parsed."""
-        size = sum(len(name) + len(value) for name, value in self.headers or ())
-        if self._head_bytes > self.max_head_bytes or size > self.max_head_bytes:
+        if self._head_fault is not None:
+            self._refuse(self._head_fault)
+        elif self._head_bytes > self.max_head_bytes:
             self._refuse(self._head_too_large())
         else:
             self._refuse(ApiError(400, "This is no valid HTTP/1.1 request."))
+
+    def _find_fault(self) -> ApiError | None:
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self.max_head_bytes:
+            return self._head_too_large()
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts != 1 and self.parser.get_http_version() == "1.1":
+            return ApiError(400, f"An HTTP/1.1 request has one Host header, this one has {hosts}.")
+        return None
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
@@ -151,15 +179,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
             return
         body = error.body()
+        request_id = self._request_id()
         self.transport.write(
             STATUS_LINE[error.status]
             + b"content-type: application/json\r\nconnection: close\r\n"
-            + b"content-length: %d\r\n\r\n" % len(body)
+            + b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (request_id.encode(), len(body))
             + body
         )
+        if self._refusals is not None:
+            seconds = self.loop.time() - self._head_began
+            self._refusals.head_refused(error.status, request_id, seconds)
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+    def _request_id(self) -> str:
+        given = dict(self.headers or ()).get(b"x-request-id", b"")
+        return kept_request_id(given) or uuid.uuid4().hex
 
 
 class UnframedSender:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import re
 import socket
 import time
 import zlib
@@ -39,6 +40,9 @@ def test_unknown_paths_and_methods(serve, request_http, method):
     assert (answer.status, answer.json["error"]["type"]) == (404, "not_found_error")
     answer = request_http(server, "GET", CHAT)
     assert (answer.status, answer.headers["allow"]) == (405, "POST")
+    assert answer.json["error"]["message"] == "GET is not possible at this path: use POST."
+    answer = request_http(server, "DELETE", "/health")
+    assert answer.json["error"]["message"].endswith("use GET or HEAD.")
     assert request_http(server, "POST", CHAT + "/", BODY).status == 200
 
 
@@ -120,6 +124,74 @@ def test_large_heads_are_refused(serve, size):
     answer = talk(serve(), head(b"X-Big: " + b"a" * size, b"Content-Length: 0"))
     assert answer.startswith(b"HTTP/1.1 431")
     assert b'"error"' in answer
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize(
+    "request_head",
+    [
+        head(path=b"/" + b"a" * 34_000),  # the limit is 32,768
+        head(*[b"x-%04d: 1" % number for number in range(3500)]),
+        head(*[b"a: " for number in range(7000)]),
+    ],
+    ids=["path", "many headers", "empty headers"],
+)
+def test_a_head_is_too_large_in_whatever_part_and_pieces(serve, request_head, pieces):
+    server = serve()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        size = -(-len(request_head) // pieces)
+        for start in range(0, len(request_head), size):
+            connection.sendall(request_head[start : start + size])
+            time.sleep(0.02)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 431")
+
+
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [
+        (b"GET /health HTTP/1.1", 400),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nHost: y", 400),
+        (b"GET /health HTTP/1.1\r\nHost:", 200),
+        (b"GET /health HTTP/1.0", 200),
+    ],
+)
+def test_a_request_has_one_host(serve, lines, status):
+    answer = talk(serve(), lines + b"\r\nConnection: close\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.%d %d" % (1, status))
+    assert (b"one Host header" in answer) == (status == 400)
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "request_id"),
+    [
+        (b"\x16\x03\x01\x00\xa5", 400, None),
+        (head(b"X-Request-Id: r-1", b"X-Big: " + b"a" * 40_000), 431, "r-1"),
+        (b"POST / HTTP/1.1\r\nX-Request-Id: r-2\r\nHost:", 408, "r-2"),
+        (b"GET /health HTTP/1.1\r\nX-Request-Id: r-3\r\n\r\n", 400, "r-3"),
+        # The id of a request does not pass to the rubbish behind it.
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nX-Request-Id: r-4\r\n\r\n\x16\x03", 400, None),
+    ],
+    ids=["rubbish", "large", "slow", "no host", "rubbish behind a request"],
+)
+def test_refused_heads_are_counted_logged_and_have_an_id(serve, caplog, data, status, request_id):
+    caplog.set_level(logging.INFO, logger="frontend.access")
+    server = serve(body_seconds=0.3)
+    answer = talk(server, data)
+    refusal = answer[answer.index(b"HTTP/1.1 %d " % status) :]
+    found = re.search(rb"x-request-id: (\S+)\r\n", refusal)[1].decode()
+    assert found == request_id or (request_id is None and re.fullmatch("[0-9a-f]{32}", found))
+    lines = [r.getMessage() for r in caplog.records if r.name == "frontend.access"]
+    assert any(line.startswith(f"- other {status} id={found} total=") for line in lines)
+    counts = dict(server.metrics.read_counters()["http_requests"])
+    assert counts["other", str(status)] == 1
+
+
+def test_a_path_with_a_parameter_has_a_plain_label(serve, request_http):
+    server = serve()
+    assert request_http(server, "GET", "/v1/models/test-model").status == 200
+    server.wait_for(lambda: server.metrics.read_counters().get("http_requests"))
+    counts = dict(server.metrics.read_counters()["http_requests"])
+    assert counts == {("/v1/models/{model}", "200"): 1}
 
 
 def test_what_is_no_http_gets_an_error_object(serve):

@@ -42,13 +42,14 @@ class Fields:
             raise self.refuse(name, "true or false")
         return value
 
-    def integer(self, name: str, low: int, high: int) -> int | None:
-        """An integer, low <= value <= high."""
+    def integer(self, name: str, low: int, high: int | None) -> int | None:
+        """An integer, low <= value <= high; high None: of any size."""
         value = self.values.get(name)
         if value is None:
             return None
-        if not is_integer(value) or not low <= value <= high:
-            raise self.refuse(name, f"an integer from {low} to {high}")
+        if not is_integer(value) or value < low or (high is not None and value > high):
+            limits = f"of at least {low}" if high is None else f"from {low} to {high}"
+            raise self.refuse(name, f"an integer {limits}")
         return value
 
     def number(self, name: str, default: float, low: float, high: float) -> float:

@@ -14,8 +14,6 @@ MAX_PROMPTS = 256
 MAX_TOOLS = 1024
 COMPLETIONS_DEFAULT_TOKENS = 16
 """`max_tokens` of a completion that gives none, as the API has it."""
-MAX_JSON_INTEGER = 2**70
-"""Token limits up to here are cut to the context length; above, they are refused."""
 
 
 class ModelLimits(msgspec.Struct, frozen=True):

@@ -10,7 +10,6 @@ from frontend.errors import ApiError, bad_request
 from frontend.request_schema.fields import Fields, is_integer
 from frontend.request_schema.limits import (
     MAX_BIASES,
-    MAX_JSON_INTEGER,
     MAX_SALT_CHARACTERS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_TOKENS,
@@ -101,18 +100,12 @@ def _read_stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
 def _read_sampling(
     fields: Fields, limits: ModelLimits, default_tokens: int, logprobs: int
 ) -> SamplingParams:
-    max_tokens = _read_max_tokens(fields, limits.max_model_len, default_tokens)
-    min_tokens = fields.integer("min_tokens", 0, MAX_JSON_INTEGER) or 0
-    if min_tokens > max_tokens:
-        raise bad_request(
-            f"min_tokens is {min_tokens}, more than the {max_tokens} tokens allowed at most.",
-            "min_tokens",
-        )
+    max_tokens, min_tokens = _read_token_limits(fields, limits.max_model_len, default_tokens)
     seed = fields.integer("seed", -INT64, INT64 - 1)
     repetition = fields.number("repetition_penalty", 1.0, 0.0, 100.0)
     if repetition == 0.0:
         raise fields.refuse("repetition_penalty", "greater than 0")
-    top_k = fields.integer("top_k", -1, MAX_JSON_INTEGER) or 0
+    top_k = fields.integer("top_k", -1, None) or 0
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=fields.number("temperature", 1.0, 0.0, 2.0),
@@ -131,10 +124,22 @@ def _read_sampling(
     )
 
 
-def _read_max_tokens(fields: Fields, max_model_len: int, default_tokens: int) -> int:
-    older = fields.integer("max_tokens", 1, MAX_JSON_INTEGER)
-    newer = fields.integer("max_completion_tokens", 1, MAX_JSON_INTEGER)
-    return min(newer or older or default_tokens, max_model_len)
+def _read_token_limits(fields: Fields, max_model_len: int, default: int) -> tuple[int, int]:
+    """`max_tokens`, cut to the context length, and `min_tokens`."""
+    older = fields.integer("max_tokens", 1, None)
+    newer = fields.integer("max_completion_tokens", 1, None)
+    wanted = newer or older
+    max_tokens = min(wanted or default, max_model_len)
+    min_tokens = fields.integer("min_tokens", 0, None) or 0
+    if min_tokens > max_tokens:
+        if max_tokens == max_model_len:
+            limit = f"the context length of {max_model_len} tokens"
+        elif wanted is None:
+            limit = f"max_tokens, which is {default} where it is not given"
+        else:
+            limit = f"max_tokens, which is {max_tokens}"
+        raise bad_request(f"min_tokens is {min_tokens}, more than {limit}.", "min_tokens")
+    return max_tokens, min_tokens
 
 
 def _read_top_p(fields: Fields) -> float:

@@ -30,7 +30,7 @@ def completion(**fields):
 
 
 BAD_EVERYWHERE = [
-    ("max_tokens", [0, -1, "8", 1.5, True, [], 2**71]),
+    ("max_tokens", [0, -1, "8", 1.5, True, []]),
     ("max_completion_tokens", [0, -5, "8", {}]),
     ("temperature", [-0.1, 2.1, "1", True, []]),
     ("top_p", [0, -0.1, 1.1, "x"]),
@@ -142,6 +142,39 @@ def test_values_arrive():
     assert sampling.stop_token_ids == (3,)
     assert (common.stops, common.n, common.priority) == (StopRule(("a", "b"), 2), 2, -3)
     assert (common.include_usage, common.continuous_usage) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be an integer of at least 1."),
+        ({"max_completion_tokens": "x"}, "max_completion_tokens must be an integer of at least 1."),
+        ({"top_k": -2}, "top_k must be an integer of at least -1."),
+        ({"min_tokens": -1}, "min_tokens must be an integer of at least 0."),
+        ({"n": 9}, "n must be an integer from 1 to 8."),
+        (
+            {"min_tokens": 20},
+            "min_tokens is 20, more than max_tokens, which is 16 where it is not given.",
+        ),
+        (
+            {"min_tokens": 6, "max_tokens": 5},
+            "min_tokens is 6, more than max_tokens, which is 5.",
+        ),
+        (
+            {"min_tokens": 5000, "max_tokens": 6000},
+            "min_tokens is 5000, more than the context length of 4096 tokens.",
+        ),
+    ],
+)
+def test_refusals_tell_the_limit_that_holds(fields, message):
+    with pytest.raises(ApiError) as caught:
+        completion(**fields)
+    assert caught.value.message == message
+
+
+def test_limits_beyond_the_context_are_cut_to_it_however_large():
+    sampling = completion(max_tokens=10**30, top_k=10**30, min_tokens=4096).common.sampling
+    assert (sampling.max_tokens, sampling.top_k) == (LIMITS.max_model_len, LIMITS.vocab_size)
 
 
 def test_seeds_are_drawn_where_none_is_given():

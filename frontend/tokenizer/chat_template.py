@@ -61,16 +61,6 @@ class ChatTemplate:
             for name, source in self._templates.items()
         }
 
-    def render_chat(
-        self, messages: list[Json], tools: list[Json] | None, template_kwargs: Mapping[str, Json]
-    ) -> str:
-        """The prompt as text. What a client wrote is not told apart: see `render_guarded`.
-
-        Raises:
-            PromptError: no template, or the template refuses the messages.
-        """
-        return self.render_guarded(messages, tools, template_kwargs).text
-
     def render_guarded(
         self, messages: list[Json], tools: list[Json] | None, template_kwargs: Mapping[str, Json]
     ) -> RenderedText:

@@ -76,6 +76,12 @@ def load(write_checkpoint: WriteCheckpoint) -> Load:
     return make
 
 
+def rendered(
+    template: ChatTemplate, messages: list[dict], tools: list[dict] | None, kwargs: dict
+) -> str:
+    return template.render_guarded(messages, tools, kwargs).text
+
+
 def user(text: object) -> dict:
     return {"role": "user", "content": text}
 
@@ -98,38 +104,38 @@ def test_equals_transformers_for_the_default_model(smollm2_dir: Path) -> None:
     expected = AutoTokenizer.from_pretrained(smollm2_dir).apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True
     )
-    assert ChatTemplate(load_tokenizer(smollm2_dir)).render_chat(messages, None, {}) == expected
+    assert rendered(ChatTemplate(load_tokenizer(smollm2_dir)), messages, None, {}) == expected
 
 
 def test_llama_style(load: Load) -> None:
     template = load(LLAMA3)
-    assert template.render_chat([user("  hi ")], None, {}) == (
+    assert rendered(template, [user("  hi ")], None, {}) == (
         "<|endoftext|><|im_start|>user|hi<|im_end|><|im_start|>assistant|"
     )
-    text = template.render_chat(tool_turn('{"a": "<é>"}'), None, {})
+    text = rendered(template, tool_turn('{"a": "<é>"}'), None, {})
     assert '<|im_start|>call {"a": "<é>"}' in text
 
 
 def test_alternation_check_is_a_client_error(load: Load) -> None:
     template = load(MISTRAL)
-    assert template.render_chat([user("a")], None, {}) == "<|endoftext|>[INST] a [/INST]"
+    assert rendered(template, [user("a")], None, {}) == "<|endoftext|>[INST] a [/INST]"
     with pytest.raises(PromptError, match="Roles must alternate user/assistant") as caught:
-        template.render_chat([user("a"), user("b")], None, {})
+        rendered(template, [user("a"), user("b")], None, {})
     assert caught.value.param == "messages"
 
 
 def test_tools_and_template_arguments(load: Load) -> None:
     template = load(QWEN)
     tools = [{"type": "function", "function": {"name": "f", "description": "é"}}]
-    text = template.render_chat([user("x")], tools, {"enable_thinking": False})
+    text = rendered(template, [user("x")], tools, {"enable_thinking": False})
     assert json.dumps(tools[0], ensure_ascii=False) in text
     assert text.endswith("<|im_start|>assistant\n<think></think>")
-    assert "tools" not in template.render_chat([user("x")], [], {})
+    assert "tools" not in rendered(template, [user("x")], [], {})
 
 
 def test_thinking_of_earlier_turns_is_split_off(load: Load) -> None:
     turns = [user("x"), {"role": "assistant", "content": "<think>no</think>\nyes"}, user("y")]
-    text = load(QWEN).render_chat(turns, None, {})
+    text = rendered(load(QWEN), turns, None, {})
     assert "<|im_start|>assistant\nyes<|im_end|>" in text.replace("assistantyes", "assistant\nyes")
     assert "no" not in text
 
@@ -138,21 +144,21 @@ def test_tool_use_template_is_chosen_for_tools(load: Load) -> None:
     template = load(
         [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     )
-    assert template.render_chat([user("x")], None, {}) == "plain"
-    assert template.render_chat([user("x")], [{"type": "function"}], {}) == "tools"
+    assert rendered(template, [user("x")], None, {}) == "plain"
+    assert rendered(template, [user("x")], [{"type": "function"}], {}) == "tools"
 
 
 def test_each_template_gets_the_arguments_it_can_read(load: Load) -> None:
     turn = tool_turn('{"city": "Oslo"}')
-    assert '{"city": "Oslo"}' in load(QWEN).render_chat(turn, None, {})
-    assert '<call>f{"city": "Oslo"}' in load(TEXT_ARGUMENTS).render_chat(turn, None, {})
-    assert '<call>{"city": "Oslo"}' in load(JSON_ARGUMENTS).render_chat(turn, None, {})
-    assert "<city=Oslo>" in load(ITEM_ARGUMENTS).render_chat(turn, None, {})
+    assert '{"city": "Oslo"}' in rendered(load(QWEN), turn, None, {})
+    assert '<call>f{"city": "Oslo"}' in rendered(load(TEXT_ARGUMENTS), turn, None, {})
+    assert '<call>{"city": "Oslo"}' in rendered(load(JSON_ARGUMENTS), turn, None, {})
+    assert "<city=Oslo>" in rendered(load(ITEM_ARGUMENTS), turn, None, {})
     # The same conversation with the arguments as an object is the same prompt.
     for source in TEMPLATES.values():
         template = load(source)
-        as_object = template.render_chat(tool_turn({"city": "Oslo"}), None, {})
-        assert as_object == template.render_chat(turn, None, {})
+        as_object = rendered(template, tool_turn({"city": "Oslo"}), None, {})
+        assert as_object == rendered(template, turn, None, {})
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -161,7 +167,7 @@ def test_any_arguments_render(load: Load, name: str) -> None:
     odd = ["", " ", "{}", "[]", "null", "42", '"Oslo"', "true", "{bad", '{"a":1}{"b":2}', "\\"]
     odd += ['{"a": NaN}', "[" * 5000, "9" * 5000, '{"city": "Oslo"']
     for arguments in [*odd, None, 5, [], {"a": {"b": [1, None]}}]:
-        assert template.render_chat(tool_turn(arguments), None, {})
+        assert rendered(template, tool_turn(arguments), None, {})
 
 
 @pytest.mark.parametrize("name", [*TEMPLATES, "chatml"])
@@ -169,16 +175,16 @@ def test_any_arguments_render(load: Load, name: str) -> None:
 def test_absent_content_beside_calls(load: Load, chatml: str, name: str, content: object) -> None:
     template = load(TEMPLATES.get(name, chatml))
     turn = [user("w"), call("{}", content=content), {"role": "tool", "content": "12"}]
-    text = template.render_chat(turn, None, {})
+    text = rendered(template, turn, None, {})
     assert "None" not in text
-    assert text == template.render_chat(tool_turn("{}"), None, {})
+    assert text == rendered(template, tool_turn("{}"), None, {})
 
 
 def test_content_parts_and_roles(load: Load, chatml: str) -> None:
     template = load(chatml)
 
     def render(*messages: dict) -> str:
-        return template.render_chat(list(messages), None, {})
+        return rendered(template, list(messages), None, {})
 
     parts = [{"type": "text", "text": "Name "}, {"type": "text", "text": "three"}]
     assert render(user(parts)) == render(user("Name three"))
@@ -206,7 +212,7 @@ def test_content_parts_and_roles(load: Load, chatml: str) -> None:
 )
 def test_malformed_messages_are_named(load: Load, chatml: str, message: object, param: str) -> None:
     with pytest.raises(PromptError) as caught:
-        load(chatml).render_chat([user("x"), message], None, {})
+        rendered(load(chatml), [user("x"), message], None, {})
     assert caught.value.param == param
     assert param in caught.value.message
 
@@ -214,11 +220,11 @@ def test_malformed_messages_are_named(load: Load, chatml: str, message: object, 
 def test_last_message_from_the_assistant(load: Load, chatml: str) -> None:
     template = load(chatml)
     turns = [user("x"), {"role": "assistant", "content": "The answer is"}]
-    new_turn = template.render_chat(turns, None, {})
+    new_turn = rendered(template, turns, None, {})
     assert new_turn.endswith("The answer is<|im_end|>\n<|im_start|>assistant\n")
-    goes_on = template.render_chat(turns, None, {"continue_final_message": True})
+    goes_on = rendered(template, turns, None, {"continue_final_message": True})
     assert goes_on.endswith("<|im_start|>assistant\nThe answer is")
-    unopened = template.render_chat(turns, None, {"add_generation_prompt": False})
+    unopened = rendered(template, turns, None, {"add_generation_prompt": False})
     assert unopened.endswith("The answer is<|im_end|>\n")
 
 
@@ -234,13 +240,13 @@ def test_last_message_from_the_assistant(load: Load, chatml: str) -> None:
 )
 def test_template_arguments_that_are_refused(load: Load, chatml: str, kwargs: dict) -> None:
     with pytest.raises(PromptError) as caught:
-        load(chatml).render_chat([user("x")], None, kwargs)
+        rendered(load(chatml), [user("x")], None, kwargs)
     assert caught.value.param == "chat_template_kwargs"
 
 
 def test_no_template(load: Load) -> None:
     with pytest.raises(NoChatTemplateError, match="/v1/completions"):
-        load(None).render_chat([user("x")], None, {})
+        rendered(load(None), [user("x")], None, {})
 
 
 def test_broken_template(load: Load) -> None:
@@ -259,5 +265,5 @@ def test_broken_template(load: Load) -> None:
 )
 def test_template_faults_are_client_errors(load: Load, source: str) -> None:
     with pytest.raises(PromptError, match="chat template does not accept") as caught:
-        load(source).render_chat([user("x")], None, {})
+        rendered(load(source), [user("x")], None, {})
     assert "\n" not in caught.value.message

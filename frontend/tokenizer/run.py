@@ -108,10 +108,8 @@ class TokenizerLoop:
         except Exception:
             self._failures.add()
             log.exception("%s: the prompt could not be encoded", job.request_id)
-            message = "The prompt could not be rendered with this model's chat template."
-            self._dealer.send(
-                RequestFailed(job.request_id, 400, "invalid_prompt", message, "messages")
-            )
+            message = "The server failed to encode the prompt; its log says why."
+            self._dealer.send(RequestFailed(job.request_id, 500, "tokenizer_failed", message))
             return
         self._tokens.add(len(prompt.ids))
         reply = Encoded(job.request_id, prompt.render_seconds, prompt.encode_seconds)

@@ -83,6 +83,27 @@ def test_a_stopped_frontend_is_replaced(server, eventually):
     assert [server.post("/v1/completions", BODY, JSON).status for _ in range(4)] == [200] * 4
 
 
+def test_an_answer_waits_for_a_worker_that_loads_for_longer_than_a_stage_may_take(
+    serve, eventually
+):
+    body = {"prompt": "hello", "max_tokens": 300, "ignore_eos": True}
+    with serve(engine="fake", fake_step_ms=5, stage_timeout=2) as server:
+        server.ready()
+        wanted = server.post("/v1/completions", body, JSON).json["choices"][0]["text"]
+        old = server.pids()["worker/0"]
+        with server.stream("/v1/completions", body) as stream:
+            pieces = stream.pieces()
+            text = next(pieces)
+            os.kill(old, signal.SIGKILL)
+            eventually(lambda: server.pids()["worker/0"] not in (old, None), 30.0, "a new one")
+            new = server.pids()["worker/0"]
+            os.kill(new, signal.SIGSTOP)  # it takes its time
+            eventually(lambda: server.ask("requests")[0]["stage_ms"] > 3000, 30.0, "a long wait")
+            os.kill(new, signal.SIGCONT)
+            text += "".join(pieces)
+        assert text == wanted
+
+
 def test_a_slow_reader_is_held_back_after_the_loss_of_its_worker_as_well(serve, eventually):
     """Else all that is left of its answer would pile up in the frontend."""
     wanted = 6000

@@ -36,12 +36,8 @@ class PrefixReuse:
     def enqueue(self, sequence: Sequence) -> None:
         """The sequence waits for a slot. For models with states, those that are computed meanwhile
         leave a state where it can go on; others leave all their pages anyway."""
-        if not sequence.uses_prefix_cache:
-            return
-        keys = self._hit_keys(sequence)  # hashed as it comes, not many at once in a step
-        if self._cache.has_states:
-            sequence.wanted_keys = self._cache.hit_keys(keys)
-            self._demand.add(sequence.wanted_keys)
+        sequence.wanted_keys = self._wanted_keys(sequence)
+        self._demand.add(sequence.wanted_keys)
 
     def should_wait(self, sequence: Sequence) -> bool:
         """Whether a prompt that is being computed now will leave a longer prefix for this one, and
@@ -149,10 +145,20 @@ class PrefixReuse:
             AssertionError: something of a sequence that is over, or has started, is kept.
         """
         sequences = list(live)
-        self._demand.check_integrity(s.wanted_keys for s in sequences if s.slot is None)
         self._waits.check_integrity(sequences)
+        self._demand.check_integrity(self._wanted_keys(s) for s in sequences if s.slot is None)
+        for sequence in sequences:
+            wanted = self._wanted_keys(sequence) if sequence.slot is None else ()
+            if sequence.wanted_keys != wanted:
+                raise AssertionError(f"{sequence.key} wants another prefix than it could hit")
 
     # ---- keys ---------------------------------------------------------------------------------
+
+    def _wanted_keys(self, sequence: Sequence) -> tuple[bytes, ...]:
+        if not sequence.uses_prefix_cache:
+            return ()
+        keys = self._hit_keys(sequence)  # hashed as it comes, not many at once in a step
+        return self._cache.hit_keys(keys) if self._cache.has_states else ()
 
     def _hit_keys(self, sequence: Sequence) -> PromptKeys:
         end = sequence.prompt_len if self._only_prompt else sequence.num_tokens

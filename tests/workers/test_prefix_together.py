@@ -93,6 +93,17 @@ def test_when_the_one_that_computes_goes_away_another_takes_its_place(make_rank)
     rank.check_rest()
 
 
+def test_a_prompt_is_not_cut_where_it_leaves_a_state_anyway(make_rank):
+    """Its pages are there up to its own anchor, the states were evicted."""
+    rank = make_rank(WINDOW, KEEP, num_pages=100, host_pages=100, host_states=2, budget=1000)
+    for number, prompt in enumerate((SYSTEM, [9] * 100, SYSTEM)):
+        rank.add(number, prompt, 1)
+        rank.run()
+    assert rank.cached_of(0, 1, 2) == [0, 0, 0]
+    assert rank.cache.stats().counts.capped_tokens == (len(SYSTEM) - KEEP) // PAGE * PAGE
+    assert rank.scheduler.counts.prompt_steps == 3
+
+
 def test_the_first_in_rank_does_not_wait_for_one_that_does_not_get_on(make_rank):
     """The last in rank computes what the first one waits for, and gets nothing of the steps any more."""
     rank = make_rank(num_pages=200, host_pages=100, budget=16)
@@ -175,6 +186,11 @@ def test_the_best_end_saves_most(lengths, first):
     end = demand_of(lengths).best_end(CHAIN, first)
     assert saved.get(end, 0) == max(saved.values(), default=0)
     assert end in saved or not saved
+
+
+def test_prompts_that_stay_to_the_end_of_a_chain_want_no_end_within_it():
+    assert demand_of([50]).best_end(CHAIN[:10], 0) == 0
+    assert demand_of([50, 5, 5]).best_end(CHAIN[:10], 0) == 5
 
 
 def test_prompts_that_each_part_elsewhere_get_few_ends():

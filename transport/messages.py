@@ -27,8 +27,7 @@ ProcessState = Literal["starting", "loading", "ready", "draining", "stopping"]
 InstanceState = Literal["starting", "ready", "degraded", "draining"]
 CacheAction = Literal["report", "flush"]
 CancelCause = Literal["client", "stop", "slow_reader", "shutdown", "failed"]
-"""Why nobody wants the rest: the client left, a stop string was found, the client does not read, the
-instance stops, or the request failed on the server's side."""
+"""`failed`: on the server's side."""
 
 # Finish codes of a row of a `TokenBatch`.
 RUNNING: Final = 0
@@ -138,7 +137,6 @@ class SequenceFailed(Message, frozen=True):
 
     request_id: RequestId
     index: int
-    """Which choice it was."""
     status: int
     code: str
     message: str
@@ -416,8 +414,8 @@ class SetLogLevel(Message, frozen=True):
 
 
 class CacheCommand(Message, frozen=True):
-    """Tell about the host prefix cache of a worker (`report`), or empty it (`flush`). On the same
-    ways as `DumpStacks`, to workers only."""
+    """Tell about the host prefix cache of a worker (`report`), or empty it (`flush`). As `DumpStacks`,
+    to workers only."""
 
     action: CacheAction
     serial: int
@@ -430,8 +428,8 @@ ProcessCommand = DumpStacks | SetLogLevel | CacheCommand
 
 
 class CommandDone(Message, frozen=True):
-    """Process -> daemon: a command has been carried out. Frame 0: JSON, for `DumpStacks` the threads,
-    for `CacheCommand` the cache's content, else empty."""
+    """Process -> daemon: a command has been carried out. Frame 0: empty, or JSON: the threads for
+    `DumpStacks`, the cache's content for `CacheCommand`."""
 
     serial: int
 

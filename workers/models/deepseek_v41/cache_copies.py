@@ -8,6 +8,7 @@ import torch
 
 from hicache.cuda_pools import open_cuda_row_copier, record_time
 from hicache.cuda_row_copy import TimedCopy
+from hicache.errors import HostPoolError
 from hicache.row_copy import CpuRowCopier, PendingCopy, RowCopier, copy_now
 
 if TYPE_CHECKING:
@@ -62,10 +63,17 @@ class DeepseekV41Copies:
         return self._run(copy)
 
     def store_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
-        """See `CacheCopies`."""
+        """See `CacheCopies`.
+
+        Raises:
+            HostPoolError: the device has no memory left to cut the state out.
+        """
 
         def copy() -> None:
-            stored = self._engine.cut_state(slot, position)
+            try:
+                stored = self._engine.cut_state(slot, position)
+            except torch.OutOfMemoryError as error:
+                raise HostPoolError(f"a state cannot be cut out: {error}") from error
             self._states[host_slot].copy_(stored, non_blocking=True)
 
         return self._run(copy)

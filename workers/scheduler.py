@@ -323,21 +323,24 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Give a sequence a slot, if it is likely to get through its prompt with the pages there are:
         what half-computed prompts still need is theirs."""
+        victim: Sequence | None = None
         if not self._slots.num_free:
             victim = self._worst_below(sequence)
             if victim is None:
                 return False
-            self._preempt(victim)
         promised = sum(
             self._pages_for(other.num_tokens) - len(other.pages)
             for other in self._waiting
-            if other.slot is not None
+            if other.slot is not None and other is not victim
         )
         below = sum(len(other.pages) for other in self._holders() if other.rank > sequence.rank)
         room = self._pages.num_free + below - promised
         spare = 1 if self._running else 0
-        if self._slots.num_used and room < self._pages_for(sequence.num_tokens) + spare:
+        others = self._slots.num_used - (victim is not None)
+        if others and room < self._pages_for(sequence.num_tokens) + spare:
             return False
+        if victim is not None:  # not before: its work would be lost for nothing
+            self._preempt(victim)
         sequence.slot = self._slots.take(1)[0]
         return True
 

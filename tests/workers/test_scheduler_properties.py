@@ -203,3 +203,21 @@ def test_better_priority_displaces_the_last_in_rank_when_slots_run_out():
                 order.append(row.sequence.key[0])
     assert order == ["r1", "r0"]
     assert scheduler.counts.preemptions == 1
+
+
+def test_nobody_is_displaced_for_a_prompt_that_does_not_fit():
+    engine = FakeEngine(FakeEngineSettings(VOCAB, 12, 2, 96, page_tokens=PAGE))
+    scheduler = Scheduler(engine.info, 96, 1)
+    first = Wanted([1] * 64, 6, 0, True, 0, 0, None, None)
+    scheduler.add(make_sequence(0, first))
+    scheduler.add(make_sequence(1, Wanted([2] * 8, 6, 0, True, 5, 0, None, None)))
+    for turn in range(200):
+        if turn == 3:  # it ranks before the second, and the first one's pages are not to be had
+            scheduler.add(make_sequence(2, Wanted([3] * 40, 2, 0, True, 3, 0, None, None)))
+        plan = scheduler.plan()
+        scheduler.check_integrity()
+        if plan is None:
+            break
+        engine.launch(plan)
+        scheduler.apply(engine.collect())
+    assert scheduler.counts.preemptions == 0

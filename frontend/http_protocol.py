@@ -123,8 +123,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """A request has been read; the next one may already follow."""
         self._in_head = True
         super().on_message_complete()
-        # The scope of this request keeps its own: a refusal of the next one must not find them.
-        self.headers = []
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what cannot be parsed."""

@@ -172,8 +172,10 @@ def test_without_an_instance_it_says_how_to_start_one(tmp_path):
 
 def test_a_daemon_that_does_not_answer_is_reported_in_time(locked):
     with (
-        InspectionClient(locked, "default") as client,
-        pytest.raises(DeepInferError, match=rf"process {os.getpid()}\) has not answered"),
+        InspectionClient(locked, "asked-for") as client,
+        pytest.raises(
+            DeepInferError, match=rf"'default' \(process {os.getpid()}\) has not answered"
+        ),
     ):
         client.ask("status", 0.3)
 

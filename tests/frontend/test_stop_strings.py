@@ -75,3 +75,11 @@ def test_what_is_shown_never_has_to_be_taken_back(text, stops):
 )
 def test_only_a_possible_beginning_is_held_back(text, stops, shown):
     assert StopScanner(tuple(stops)).push(text) == (shown, False)
+
+
+def test_a_stop_string_that_is_text_is_shown_at_once():
+    scanner = StopScanner(("ab", "bcd"))
+    assert scanner.push("xab", may_stop=False) == ("xa", False)
+    assert scanner.push("cab", may_stop=False) == ("bca", False)  # the b may begin another
+    assert scanner.push("cd") == ("", True)
+    assert StopScanner(("ab",)).push("xab", may_stop=False) == ("xab", False)

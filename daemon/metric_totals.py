@@ -56,7 +56,7 @@ class Totals:
             self._count(("socket_messages", (*where, "sent")), socket.sent)
             self._count(("socket_bytes", (*where, "received")), socket.received_bytes)
             self._count(("socket_bytes", (*where, "sent")), socket.sent_bytes)
-            self._count(("socket_dropped_messages", where), socket.dropped)
+            self._count(("socket_refused_sends", where), socket.refused)
 
     def counter(self, name: str, *first_labels: str) -> float:
         """Sum of a counter over all series whose labels begin with these."""

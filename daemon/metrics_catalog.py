@@ -161,8 +161,8 @@ METRICS: Final[tuple[Metric, ...]] = (
             "process", "socket", "direction"),
     _daemon("socket_bytes", "counter", "Bytes through a process's socket.",
             "process", "socket", "direction"),
-    _daemon("socket_dropped_messages", "counter",
-            "Messages that could not be sent because the peer was gone or did not read.",
+    _daemon("socket_refused_sends", "counter",
+            "Attempts to send that failed because the peer was gone or did not read.",
             "process", "socket"),
 )  # fmt: skip
 

@@ -151,8 +151,8 @@ class SocketRow(msgspec.Struct, frozen=True):
     received_bytes: int
     sent_messages: int
     sent_bytes: int
-    dropped_messages: int
-    """Could not be sent: the peer was gone, or did not read."""
+    refused_sends: int
+    """Attempts that failed: the peer was gone, or did not read. What must arrive is tried again."""
 
 
 class CommandReport(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -141,7 +141,7 @@ def sockets(view: InstanceView, _: MetricsExporter) -> list[SocketRow]:
             received_bytes=socket.received_bytes,
             sent_messages=socket.sent,
             sent_bytes=socket.sent_bytes,
-            dropped_messages=socket.dropped,
+            refused_sends=socket.refused,
         )
         for process, stats in processes
         for socket in stats

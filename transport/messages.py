@@ -287,7 +287,8 @@ class SocketStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     received_bytes: int
     sent: int
     sent_bytes: int
-    dropped: int
+    refused: int
+    """Attempts to send that failed: the peer was gone, or did not read."""
 
 
 class QueueStats(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -85,7 +85,7 @@ class CountingSocket:
         self.socket = socket
         self._name = name
         self._received = self._received_bytes = 0
-        self._sent = self._sent_bytes = self._dropped = 0
+        self._sent = self._sent_bytes = self._refused = 0
 
     @property
     def fd(self) -> int:
@@ -100,7 +100,7 @@ class CountingSocket:
             self._received_bytes,
             self._sent,
             self._sent_bytes,
-            self._dropped,
+            self._refused,
         )
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class CountingSocket:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
-            self._dropped += 1
+            self._refused += 1
             return False
         self._sent += 1
         self._sent_bytes += size

@@ -140,7 +140,7 @@ def test_queues_and_sockets_are_shown_by_process(make_child, make_view):
     assert found["deepinfer:queue_high_water", queue] == 9
     socket = (("process", "router"), ("socket", "router"))
     assert found["deepinfer:socket_bytes_total", (("direction", "sent"), *socket)] == 4096
-    assert found["deepinfer:socket_dropped_messages_total", socket] == 3
+    assert found["deepinfer:socket_refused_sends_total", socket] == 3
     own = (("process", "daemon"), ("socket", "control"))
     assert found["deepinfer:socket_bytes_total", (("direction", "sent"), *own)] == 77
 

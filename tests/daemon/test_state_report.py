@@ -194,9 +194,9 @@ def test_queues_and_sockets_name_their_process(make_view, make_child):
     daemon = [SocketStats("control", 6, 7, 8, 9, 0)]
     assert ask("sockets", make_view(child, sockets=daemon)) == [
         {"process": "daemon", "socket": "control", "received_messages": 6, "received_bytes": 7,
-         "sent_messages": 8, "sent_bytes": 9, "dropped_messages": 0},
+         "sent_messages": 8, "sent_bytes": 9, "refused_sends": 0},
         {"process": "router", "socket": "router", "received_messages": 1, "received_bytes": 2,
-         "sent_messages": 3, "sent_bytes": 4, "dropped_messages": 5}
+         "sent_messages": 3, "sent_bytes": 4, "refused_sends": 5}
     ]  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def test_forwarding_changes_nothing(router, connect, receive):
 
 def test_an_unknown_peer_is_an_error_not_silence(router):
     assert not router.send(ProcessName("worker/7"), Welcome())
-    assert router.stats().dropped == 1
+    assert router.stats().refused == 1
     assert router.stats().sent == 0
 
 
@@ -60,7 +60,7 @@ def test_a_peer_that_has_left_is_an_error(router, connect, receive):
     receive(router)
     dealer.close()
     fill(lambda: router.send(WORKER, Welcome()))
-    assert router.stats().dropped == 1
+    assert router.stats().refused == 1
 
 
 def test_a_full_queue_refuses_and_takes_again_once_it_is_read(router, connect, receive):
@@ -80,7 +80,7 @@ def test_a_dealer_whose_router_does_not_read_refuses(router, connect):
     taken = fill(lambda: dealer.send(HELLO))
     assert taken >= 20_000
     assert not dealer.can_send
-    assert dealer.stats().dropped == 1
+    assert dealer.stats().refused == 1
     assert dealer.stats().sent == taken
 
 

@@ -18,7 +18,7 @@ def sockets_table(rows: list[SocketRow]) -> RenderableType:
     table = plain_table()
     table.add_column("process", no_wrap=True)
     table.add_column("socket", no_wrap=True)
-    for header in ("messages in", "bytes in", "messages out", "bytes out", "dropped"):
+    for header in ("messages in", "bytes in", "messages out", "bytes out", "refused"):
         table.add_column(header, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
@@ -28,7 +28,7 @@ def sockets_table(rows: list[SocketRow]) -> RenderableType:
             size(row.received_bytes),
             number(row.sent_messages),
             size(row.sent_bytes),
-            Text(number(row.dropped_messages), "red" if row.dropped_messages else ""),
+            Text(number(row.refused_sends), "red" if row.refused_sends else ""),
         )
     return table
 
@@ -40,6 +40,7 @@ def sockets(
 ) -> None:
     """Show the traffic of every ZeroMQ socket since its process started.
 
-    *dropped* counts messages that could not be sent because the peer was gone or did not read.
+    *refused* counts attempts to send that failed because the peer was gone or did not read; what must arrive
+    is tried again.
     """
     Inspection("sockets", list[SocketRow], sockets_table).run(target, output)

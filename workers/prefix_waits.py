@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from workers.sequence import PrefixWait, Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -11,18 +12,6 @@ if TYPE_CHECKING:
     from hicache.keys import PromptKeys
     from hicache.outcomes import Announcement
     from hicache.prefix_cache import PrefixCache
-    from workers.sequence import Sequence
-
-
-@dataclass
-class PrefixWait:
-    """What a sequence waits for."""
-
-    announcement: Announcement
-    gain: int
-    """Tokens that it saves."""
-    seen: int
-    """Tokens that the other had computed when it was last looked at."""
 
 
 class PrefixWaits:

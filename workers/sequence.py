@@ -12,7 +12,6 @@ from hicache.outcomes import Announcement, Hit
 from transport.ids import ProcessName, RequestId
 from transport.messages import SamplingParams
 from workers.engine import TokenArray
-from workers.prefix_waits import PrefixWait
 
 SequenceKey = tuple[RequestId, int]
 """Request and choice index."""
@@ -26,6 +25,17 @@ class Status(enum.Enum):
     RUNNING = "running"
     """Decoding."""
     FINISHED = "finished"
+
+
+@dataclass
+class PrefixWait:
+    """What a sequence waits for that begins like one that is being computed."""
+
+    announcement: Announcement
+    gain: int
+    """Tokens that it saves."""
+    seen: int
+    """Tokens that the other had computed when it was last looked at."""
 
 
 @dataclass(eq=False)

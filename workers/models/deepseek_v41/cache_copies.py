@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import Tensor
 
 from hicache.cuda_pools import open_cuda_row_copier, record_time
 from hicache.cuda_row_copy import TimedCopy
@@ -18,13 +19,30 @@ if TYPE_CHECKING:
     from hicache.host_pool import HostPool
     from hicache.runs import IndexArray
     from workers.engine import StepPlan
-    from workers.models.deepseek_v41.serving_engine import DeepseekV41Engine
+    from workers.models.deepseek_v41.serving_caches import ServingCaches
+
+
+class StateOwner(Protocol):
+    """The engine, as far as copies need it."""
+
+    @property
+    def caches(self) -> ServingCaches:
+        """Its pools."""
+        ...
+
+    def cut_state(self, slot: int, position: int) -> Tensor:
+        """The stored form of the state of `slot` after `position` tokens: uint8 [stored_state_bytes]."""
+        ...
+
+    def load_state(self, slot: int, stored: Tensor, position: int) -> None:
+        """Put a stored state into `slot` before its first chunk, which starts at `position`."""
+        ...
 
 
 class DeepseekV41Copies:
     """See `workers.engine.CacheCopies`. On a GPU the pool is page-locked already."""
 
-    def __init__(self, engine: DeepseekV41Engine, pool: HostPool, hicache_copy: CopyChoice) -> None:
+    def __init__(self, engine: StateOwner, pool: HostPool, hicache_copy: CopyChoice) -> None:
         """
         Raises:
             HostPoolError: pages cannot be copied as `hicache_copy` says.

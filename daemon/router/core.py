@@ -272,7 +272,8 @@ class RouterCore:
             if request is not None and request.stage == "queued" and request.rank == rank:
                 self._enter(request, "running", now)
                 self._metrics.queue_seconds.observe(now - request.queued_at)
-        self._out.append(Outgoing(batch.frontend, None, forward=received))
+        if batch.frontend in self._roster.frontends:
+            self._out.append(Outgoing(batch.frontend, None, forward=received))
         ids = read_tokens(received.frames[0]).tolist()
         position = 0
         closing: list[Request] = []

@@ -182,7 +182,7 @@ class Router:
                     pass
 
     def _give_up(self, item: Outgoing) -> None:
-        log.error("%s does not read: the requests of a step's tokens are given up", item.peer)
+        log.warning("%s hangs or has gone: the requests of a step's tokens are given up", item.peer)
         if isinstance(item.header, TokenBatch):
             self._send_all(self._core.tokens_lost(item.header))
 

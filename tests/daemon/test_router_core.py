@@ -386,6 +386,7 @@ def test_a_lost_frontend_takes_its_requests_along():
     (cancel,) = messages(core.peer_lost(FRONTEND, 3.0), Cancel)
     assert cancel.index == ALL_CHOICES
     assert len(core.rows()) == 0
+    assert batch(core, 0, [("a", 0, [9], RUNNING)], started=["a"]) == []  # of a step under way
 
 
 def test_what_no_process_takes_fails_in_time():

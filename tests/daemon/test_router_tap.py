@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -83,10 +84,10 @@ def bench(short_path):
 
 def take(client: TapClient, count: int):
     found = []
+    deadline = time.monotonic() + SECONDS
     while len(found) < count:
-        batch = client.take()
-        assert batch, f"only {len(found)} of {count} came"
-        found += batch
+        assert time.monotonic() < deadline, f"only {len(found)} of {count} came"
+        found += client.take()
     return found
 
 

@@ -212,9 +212,10 @@ def test_a_lost_frontend_leaves_no_request_behind(serve, eventually):
             assert eventually(lambda: server.ask("cache")[0]["pages_used"], 5, "it has pages") > 0
             os.kill(server.pids()["frontend/0"], signal.SIGKILL)
             eventually(lambda: not server.ask("cache")[0]["pages_used"], 5, "its pages are free")
-            assert server.ask("requests") == []
+            eventually(lambda: server.ask("requests") == [], 5, "the router has dropped it")
         server.ready()
         assert answers(server)
+        assert " ERROR " not in server.log
 
 
 def test_a_lost_router_ends_its_streams_with_an_error(serve, eventually):

@@ -98,6 +98,14 @@ def _attend_one_token(
 def attend_causally(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """T == L, every query head with its key head broadcast: for float32 on a GPU, where PyTorch's kernels
     for fewer key heads than query heads take 16 bits only, and the fallback holds all T * T scores."""
+    return _attend_broadcast(query, key, value, None, True, scaling)
+
+
+def _attend_broadcast(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, causal: bool, scaling: float
+) -> Tensor:
+    """Key heads join the batch dimension and their query heads become the head dimension, over which keys
+    and values are broadcast. `allowed`: None, or a mask [T,L] for all. Returns [B,T,H,Dv]."""
     batch, tokens, heads, _ = query.shape
     kv_heads = key.shape[2]
     group = heads // kv_heads
@@ -105,7 +113,8 @@ def attend_causally(query: Tensor, key: Tensor, value: Tensor, scaling: float) -
         torch.unflatten(query, 2, (kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(0, 1),
         _broadcast_heads(key, group),
         _broadcast_heads(value, group),
-        is_causal=True,
+        attn_mask=allowed,
+        is_causal=causal,
         scale=scaling,
     )
     out = torch.unflatten(out, 0, (batch, kv_heads)).permute(0, 3, 1, 2, 4)
@@ -132,21 +141,11 @@ def _attend_masked(
 def _masked_block(
     query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scaling: float
 ) -> Tensor:
-    """Key heads take the batch dimension and their query heads the head dimension, over which keys and
-    values are broadcast without a copy."""
-    tokens, heads, dim = query.shape
-    if tokens == 1:  # PyTorch's kernel reads a mask wrongly for one query row and broadcast heads
+    if (
+        query.shape[0] == 1
+    ):  # PyTorch's kernel reads a mask wrongly for one query row and broadcast heads
         return _attend_one_token(query[None], key[None], value[None], allowed[None], scaling)
-    length, kv_heads, _ = key.shape
-    group = heads // kv_heads
-    out = functional.scaled_dot_product_attention(
-        query.reshape(tokens, kv_heads, group, dim).permute(1, 2, 0, 3),
-        key.transpose(0, 1)[:, None].expand(kv_heads, group, length, dim),
-        value.transpose(0, 1)[:, None].expand(kv_heads, group, length, value.shape[2]),
-        attn_mask=allowed,
-        scale=scaling,
-    )
-    return out.permute(2, 0, 1, 3).reshape(1, tokens, heads, value.shape[2])
+    return _attend_broadcast(query[None], key[None], value[None], allowed, False, scaling)
 
 
 def _attend_explicitly(

@@ -69,7 +69,7 @@ def size_pools(
         budget = host_pool_bytes(available_host_memory() - states, pages * layout.page_bytes)
     else:
         peak = _measure_peak(replace(info, num_pages=1), open_trial, device, settings)
-        budget = int(_free_memory(device) * settings.gpu_memory_utilization) - peak - states
+        budget = int(free_memory(device) * settings.gpu_memory_utilization) - peak - states
     plan = plan_pool(
         max(0, budget),
         layout.page_bytes,
@@ -78,7 +78,7 @@ def size_pools(
         info.max_num_seqs,
     )
     info = replace(info, num_pages=plan.num_pages, max_model_len=plan.max_model_len)
-    _check_fit(info, _free_memory(device))
+    _check_fit(info, free_memory(device))
     settings.report(
         f"KV cache of {info.num_pages} pages, {info.num_pages * layout.page_tokens} tokens"
     )
@@ -98,7 +98,7 @@ def allocating_pools(info: EngineInfo, device: torch.device) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, (EngineError, ModelLoadError)):
             raise
-        raise _too_large(info, _free_memory(device)) from error
+        raise _too_large(info, free_memory(device)) from error
 
 
 def _measure_peak(
@@ -126,7 +126,8 @@ def _measure_peak(
     return peak
 
 
-def _free_memory(device: torch.device) -> int:
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be had where `device` computes."""
     if device.type == "cpu":
         return available_host_memory()
     torch.cuda.empty_cache()  # what loading and trial steps left to PyTorch's own pool is free

@@ -161,7 +161,7 @@ def test_the_released_model_needs_more_than_one_device_has():
 def test_weights_that_do_not_fit_are_refused_before_any_is_read(
     new_driver, monkeypatch, changes, advice
 ):
-    monkeypatch.setattr(loading, "available_host_memory", lambda: 6 << 20)
+    monkeypatch.setattr(loading, "free_memory", lambda device: 6 << 20)
     monkeypatch.setattr(loading, "WeightLoader", None)  # not to be called
     said = rf"v41_tiny need 0\.0 GiB on cpu.* 0\.0 GiB are free there: .*{advice}"
     with pytest.raises(ModelLoadError, match=said):

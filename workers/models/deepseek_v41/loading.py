@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from workers.engine import ModelLoadError
-from workers.host_memory import available_host_memory
 from workers.models.deepseek_v41.load_progress import load_progress
 from workers.models.deepseek_v41.model import DeepseekV41
 from workers.models.deepseek_v41.weights import WeightLoader, weight_bytes
+from workers.pool_sizing import free_memory
 
 if TYPE_CHECKING:
     from workers.engine_settings import EngineSettings
@@ -34,7 +34,7 @@ def load_model(
     """
     try:
         model = DeepseekV41(config, dtype, device)
-        needed, free = weight_bytes(model, source, dtype), _free_bytes(device)
+        needed, free = weight_bytes(model, source, dtype), free_memory(device)
         if needed > free:
             raise ModelLoadError(_too_big(settings, device, needed, free))
         with load_progress("loading weights", settings.report) as progress:
@@ -49,13 +49,6 @@ def load_model(
             f"The weights of {settings.model_dir} cannot be loaded to {device}: {reason}"
         ) from error
     return model
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cpu":
-        return available_host_memory()
-    free, _ = torch.cuda.mem_get_info(device)
-    return free
 
 
 def _too_big(settings: EngineSettings, device: torch.device, needed: int, free: int) -> str:

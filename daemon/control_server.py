@@ -29,12 +29,12 @@ from transport.messages import (
     Refused,
     SetLogLevel,
     Snapshot,
-    SocketStats,
     StateChanged,
     StopInstance,
     Welcome,
 )
 from transport.sockets import Endpoints, Received, RouterSocket, SubscriberSocket
+from transport.telemetry_values import SocketStats
 
 TELEMETRY_QUEUE = 10_000
 

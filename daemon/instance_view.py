@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from daemon.supervisor import Child
 from transport.ids import ProcessName
-from transport.messages import InstanceState, SocketStats
+from transport.messages import (
+    InstanceState,
+)
+from transport.telemetry_values import SocketStats
 
 
 @dataclass(frozen=True)

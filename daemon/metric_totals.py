@@ -6,7 +6,10 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from transport.messages import HistogramValue, Snapshot, SocketStats
+from transport.messages import (
+    Snapshot,
+)
+from transport.telemetry_values import HistogramValue, SocketStats
 
 Labels = tuple[str, ...]
 Key = tuple[str, Labels]

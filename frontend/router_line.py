@@ -16,8 +16,13 @@ from transport.child import ProcessSettings
 from transport.daemon_link import LinkError, RouterRefusedError
 from transport.fd_reader import AsyncDealer
 from transport.framing import Payload
-from transport.messages import PROTOCOL_VERSION, Hello, Message, SocketStats
+from transport.messages import (
+    PROTOCOL_VERSION,
+    Hello,
+    Message,
+)
 from transport.sockets import DealerSocket, Endpoints, Received
+from transport.telemetry_values import SocketStats
 
 LOST = "The server's router was lost: try again soon."
 RETRY_AFTER_SECONDS = 1

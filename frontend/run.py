@@ -38,9 +38,16 @@ from transport.daemon_link import (
     SocketTelemetry,
     exit_code_of,
 )
-from transport.messages import CacheCommand, InstanceStatus, Query, RequestRow, Serving, SocketStats
+from transport.messages import (
+    CacheCommand,
+    InstanceStatus,
+    Query,
+    RequestRow,
+    Serving,
+)
 from transport.sockets import Received
 from transport.telemetry import MetricSet
+from transport.telemetry_values import SocketStats
 
 FLUSH_SECONDS = 5
 """How long answers that are complete may take to reach their clients when the process stops."""

@@ -35,7 +35,6 @@ from transport.messages import (
     RequestRow,
     SetLogLevel,
     Snapshot,
-    SocketStats,
     StateChanged,
     Welcome,
 )
@@ -49,6 +48,7 @@ from transport.sockets import (
 )
 from transport.stacks import thread_stacks
 from transport.telemetry import MetricSet
+from transport.telemetry_values import SocketStats
 
 TELEMETRY_QUEUE = 100
 MAX_OUTBOX = 1000

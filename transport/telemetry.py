@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from transport.messages import HistogramValue, QueueStats
+from transport.telemetry_values import HistogramValue, QueueStats
 
 Labels = tuple[str, ...]
 

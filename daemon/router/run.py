@@ -31,7 +31,6 @@ from transport.messages import (
     RequestFailed,
     RequestRow,
     SequenceFailed,
-    SocketStats,
     Submit,
     Throttle,
     TokenBatch,
@@ -40,6 +39,7 @@ from transport.messages import (
 )
 from transport.sockets import CountingSocket, Endpoints, Received, RouterSocket
 from transport.telemetry import MetricSet
+from transport.telemetry_values import SocketStats
 
 TICK_SECONDS = 0.25
 MAX_NOTICES = 1000

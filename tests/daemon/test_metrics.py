@@ -14,8 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from daemon.metrics import MetricsExporter
 from daemon.metrics_catalog import BY_NAME, METRICS, markdown_table
-from transport.messages import QueueStats, Snapshot, SocketStats
+from transport.messages import (
+    Snapshot,
+)
 from transport.telemetry import MetricSet
+from transport.telemetry_values import QueueStats, SocketStats
 
 ROOT = Path(__file__).parents[2]
 PRODUCT_FOLDERS = ("daemon", "frontend", "hicache", "transport", "workers")

@@ -13,13 +13,12 @@ from daemon.report_types import QUESTIONS, StateReport
 from daemon.state_report import answer
 from transport.ids import ProcessName, RequestId
 from transport.messages import (
-    QueueStats,
     RequestRow,
     Snapshot,
-    SocketStats,
     StageTimes,
 )
 from transport.telemetry import MetricSet
+from transport.telemetry_values import QueueStats, SocketStats
 
 NOW = 1000.0  # as in conftest.py
 

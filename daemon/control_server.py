@@ -30,6 +30,7 @@ from transport.messages import (
     SetLogLevel,
     Snapshot,
     StateChanged,
+    StatusHeld,
     StopInstance,
     Welcome,
 )
@@ -58,6 +59,10 @@ class ControlHandler(Protocol):
 
     def state_changed(self, name: ProcessName, message: StateChanged) -> None:
         """A process says what it is doing."""
+        ...
+
+    def status_held(self, name: ProcessName, serial: int) -> None:
+        """A frontend acts on the `InstanceStatus` with this serial."""
         ...
 
     def fatal_error(self, name: ProcessName, reason: str) -> None:
@@ -147,6 +152,8 @@ class ControlServer:
                 handler.welcomed(peer)
             case StateChanged() as change:
                 handler.state_changed(peer, change)
+            case StatusHeld(serial):
+                handler.status_held(peer, serial)
             case FatalError(reason):
                 handler.fatal_error(peer, reason)
             case Query(what, serial):

@@ -19,6 +19,7 @@ import zmq
 
 from daemon.control_server import ControlServer
 from daemon.errors import ConfigurationError, DeepInferError
+from daemon.frontend_status import FrontendStatus
 from daemon.hang_watch import HangWatch
 from daemon.instance_view import InstanceView
 from daemon.listen import base_url
@@ -92,7 +93,14 @@ class Instance:
         )
         self._started_at = time.monotonic()
         self._was_ready = False
-        self._told: tuple[InstanceState, str] = ("starting", "the processes are being started")
+        """Whether it has ever served."""
+        self._is_announced = False
+        """Whether it serves now, and the frontends act on that."""
+        self._frontend_status = FrontendStatus(
+            server.send,
+            InstanceStatus("starting", "the processes are being started", serial=1),
+            self._started_at,
+        )
         self._stop: _Stop | None = None
         self._failure: DeepInferError | None = None
 
@@ -151,9 +159,9 @@ class Instance:
             self._go_on_stopping(self._stop, now)
         elif not self._was_ready and now - self._started_at > self._plan.config.start_timeout:
             seconds = self._plan.config.start_timeout
-            reason = f"The instance was not ready after {seconds:g} s ({self._current_state()[1]})"
+            reason = f"The instance was not ready after {seconds:g} s ({self._known_state()[1]})"
             self._fail_start(DeepInferError(f"{reason}: raise --start-timeout or read the log."))
-        self._tell_state()
+        self._tell_state(now)
         if self._stop is None and not self._was_ready:
             self._service.extend_timeout(EXTEND_SECONDS)
         if self._watchdog is not None and self._makes_progress(now, self._watchdog):
@@ -192,6 +200,7 @@ class Instance:
     # ---- state --------------------------------------------------------------------------------------
 
     def _current_state(self) -> tuple[InstanceState, str]:
+        """What the frontends have to know."""
         if self._stop is not None:
             return "draining", "the instance is stopping"
         missing = [c for c in self._supervisor.children.values() if not c.ready]
@@ -200,30 +209,48 @@ class Instance:
         reason = "; ".join(f"{c.name}: {_why(c)}" for c in missing[:4])
         if len(missing) > 4:
             reason += f"; and {len(missing) - 4} more"
-        return ("degraded" if self._was_ready else "starting"), reason
+        return self._not_ready, reason
 
-    def _tell_state(self) -> None:
+    def _known_state(self) -> tuple[InstanceState, str]:
+        """What everybody else may know: `ready` only when no request meets a 503."""
         state, reason = self._current_state()
-        if (state, reason) == self._told:
-            return
-        self._told = (state, reason)
-        for frontend in self._supervisor.by_role("frontend"):
-            if frontend.alive and frontend.state is not None:
-                self._server.send(frontend.name, InstanceStatus(state, reason))
+        if state != "ready" or self._is_announced:
+            return state, reason
+        names = self._frontend_status.unconfirmed(self._supervisor.by_role("frontend"))
+        return self._not_ready, "; ".join(
+            f"{name}: not told yet that all are ready" for name in names
+        )
+
+    @property
+    def _not_ready(self) -> InstanceState:
+        return "degraded" if self._was_ready else "starting"
+
+    def _tell_state(self, now: float) -> None:
+        state, reason = self._current_state()
+        frontends = self._supervisor.by_role("frontend")
+        is_new = self._frontend_status.change(state, reason, now)
+        self._frontend_status.deliver(frontends)
+        if is_new:
+            self._is_announced = False
         if state == "ready":
-            self._service.status(f"serving {self._plan.model_name} at {self._url}")
-            if not self._was_ready:
-                self._was_ready = True
-                log.info("ready after %.1f s", time.monotonic() - self._started_at)
-                self._service.ready()
-                self._on_ready(self._url)
-            else:
-                log.info("ready again")
-        else:
+            if not self._is_announced and self._frontend_status.all_hold(frontends, now):
+                self._announce(now)
+        elif is_new:
             log.log(
                 logging.WARNING if state == "degraded" else logging.DEBUG, "%s: %s", state, reason
             )
             self._service.status(f"{state}: {reason}")
+
+    def _announce(self, now: float) -> None:
+        self._is_announced = True
+        self._service.status(f"serving {self._plan.model_name} at {self._url}")
+        if self._was_ready:
+            log.info("ready again")
+            return
+        self._was_ready = True
+        log.info("ready after %.1f s", now - self._started_at)
+        self._service.ready()
+        self._on_ready(self._url)
 
     # ---- what the control server calls --------------------------------------------------------------
 
@@ -235,11 +262,12 @@ class Instance:
         return None
 
     def welcomed(self, name: ProcessName) -> None:
-        """A child has joined: tell a frontend how things are, and a router for whom not to wait."""
+        """A child has joined: a frontend is told how things are with this turn, a router at once for
+        whom not to wait."""
         child = self._supervisor.children[name]
         child.state = "starting"
         if child.spec.role == "frontend":
-            self._server.send(name, InstanceStatus(*self._told))
+            self._frontend_status.joined(name)
         elif child.spec.role == "router":
             for other in self._supervisor.children.values():
                 if other.is_given_up:
@@ -257,6 +285,10 @@ class Instance:
         # What came before was start-up: from here on it is expected to make progress.
         child.snapshot_at = child.progress_at = now
         log.info("%s is %s%s", name, message.state, message.detail and f": {message.detail}")
+
+    def status_held(self, name: ProcessName, serial: int) -> None:
+        """A frontend acts on what it was told of the instance."""
+        self._frontend_status.held(name, serial)
 
     def fatal_error(self, name: ProcessName, reason: str) -> None:
         """A child ends for good."""
@@ -293,7 +325,7 @@ class Instance:
 
     def view(self) -> InstanceView:
         """What may be told of this instance."""
-        state, reason = self._current_state()
+        state, reason = self._known_state()
         return InstanceView(
             instance=self._plan.config.instance,
             state=state,

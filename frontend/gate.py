@@ -58,7 +58,8 @@ class Gate:
     @property
     def is_waiting_for_router(self) -> bool:
         """Whether requests would be let in if only the router had told what it serves."""
-        return self.readiness().state in ADMITTING and self._router.model is None
+        is_let_in = self._state in ADMITTING and not self._is_draining
+        return is_let_in and self._router.model is None
 
     def admit(self) -> ModelLimits:
         """Let a request in; returns what it is checked against.

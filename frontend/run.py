@@ -44,6 +44,7 @@ from transport.messages import (
     Query,
     RequestRow,
     Serving,
+    StatusHeld,
 )
 from transport.sockets import Received
 from transport.telemetry import MetricSet
@@ -89,6 +90,8 @@ class Frontend:
         self._stop = stop
         self._stop_asked = asyncio.Event()
         self._informed = asyncio.Event()
+        self._status: InstanceStatus | None = None
+        """The last one, until the daemon has been told that it is acted on."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         metric_set = MetricSet()
         metrics = FrontendMetrics(metric_set)
@@ -138,8 +141,17 @@ class Frontend:
 
     def _on_status(self, status: InstanceStatus) -> None:
         self._gate.set_state(status.state, status.reason)
-        if not self._gate.is_waiting_for_router:
-            self._informed.set()
+        self._status = status
+        self._hold_status()
+
+    def _hold_status(self) -> None:
+        status = self._status
+        if status is None or self._gate.is_waiting_for_router:
+            return
+        self._status = None
+        self._informed.set()
+        if status.serial:
+            self._link.post(StatusHeld(status.serial))
 
     def _on_router_lost(self) -> None:
         if not self._stop.is_set():
@@ -148,9 +160,10 @@ class Frontend:
 
     def _on_router_message(self, received: Received) -> None:
         self._router.handle(received)
-        if isinstance(received.message, Serving):
-            self._informed.set()
-        if self._is_rejoining and isinstance(received.message, Serving):
+        if not isinstance(received.message, Serving):
+            return
+        self._hold_status()
+        if self._is_rejoining:
             self._is_rejoining = False
             self._link.set_state("ready")
 

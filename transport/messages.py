@@ -324,10 +324,20 @@ class FatalError(Message, frozen=True):
 
 
 class InstanceStatus(Message, frozen=True):
-    """Daemon -> frontends: may requests come in?"""
+    """Daemon -> frontends: may requests come in? Answered with `StatusHeld`."""
 
     state: InstanceState
     reason: str = ""
+    serial: int = 0
+    """0: nobody waits for the answer."""
+
+
+class StatusHeld(Message, frozen=True):
+    """Frontend -> daemon: it acts on the last `InstanceStatus`. Of `ready` that means that it lets
+    requests in: it also knows what the router serves."""
+
+    serial: int
+    """Of that `InstanceStatus`."""
 
 
 class PeerLost(Message, frozen=True):
@@ -457,6 +467,7 @@ AnyMessage = (
     | StateChanged
     | FatalError
     | InstanceStatus
+    | StatusHeld
     | PeerLost
     | Drain
     | Query

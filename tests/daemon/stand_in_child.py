@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 
 import msgspec
 import zmq
 
 from transport.child import EXIT_FATAL, ProcessSettings, enter_process
 from transport.daemon_link import DaemonLink, LinkError, SocketTelemetry
-from transport.messages import Drain, InstanceStatus, PeerLost
+from transport.messages import Drain, InstanceStatus, PeerLost, StatusHeld
 from transport.telemetry import MetricSet
 
 
 class StandInSettings(msgspec.Struct, frozen=True):
     """`act`: ready, never-ready, crash, fatal, deaf (ignores SIGTERM), mortal (SIGTERM ends it for
-    good)."""
+    good), reserved (confirms what it hears of the instance only while there is a file `confirm` beside
+    the journal)."""
 
     process: ProcessSettings
     act: str
@@ -28,10 +30,19 @@ class StandInSettings(msgspec.Struct, frozen=True):
 def main() -> int:
     settings, stop = enter_process(StandInSettings)
 
+    unconfirmed: list[int] = []
+
+    def confirm() -> None:
+        if settings.act != "reserved" or Path(settings.journal).with_name("confirm").exists():
+            while unconfirmed:
+                link.post(StatusHeld(unconfirmed.pop(0)))
+
     def hear(received) -> None:
         match received.message:
-            case InstanceStatus(state, reason):
+            case InstanceStatus(state, reason, serial):
                 note(settings, f"status {state} {reason}")
+                unconfirmed.append(serial)
+                confirm()
             case Drain():
                 note(settings, "drain")
             case PeerLost(name, comes_back):
@@ -55,7 +66,9 @@ def main() -> int:
         link.set_state("loading", "its socks")
         if settings.act != "never-ready":
             link.set_state("ready")
-        stop.wait(60)
+        deadline = time.monotonic() + 60
+        while not stop.wait(0.05) and time.monotonic() < deadline:
+            confirm()
         while settings.act == "deaf":
             time.sleep(60)
         return EXIT_FATAL if settings.act == "mortal" else 0

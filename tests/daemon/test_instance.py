@@ -67,9 +67,9 @@ class StandIns:
             {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"},
         )
 
-    def run(self, children: dict[str, str], meanwhile=None) -> None:
-        """Run until the instance has ended. `meanwhile(self)` runs on a thread once it is ready (or
-        at once, if it says so) and must make it stop."""
+    def run(self, children: dict[str, str], meanwhile=None, at_once: bool = False) -> None:
+        """Run until the instance has ended. `meanwhile(self)` runs on a thread once it is ready, or
+        at once, and must make it stop."""
         directory = RunDirectory.lock(self.path, "default")
         signals = StopSignals()
         context = zmq.Context()
@@ -90,9 +90,11 @@ class StandIns:
 
         def on_ready(url: str) -> None:
             self.ready_urls.append(url)
-            if meanwhile is not None:
+            if meanwhile is not None and not at_once:
                 thread.start()
 
+        if at_once:
+            thread.start()
         try:
             Instance(self.plan, self.supervisor, server, 8888, on_ready).run(signals)
         finally:
@@ -118,15 +120,13 @@ class StandIns:
 
     def wait_for_line(self, *parts: str) -> str:
         """The first line of the journal that holds all parts."""
-        found: list[str] = []
+        wait_until(lambda: self.lines(*parts))
+        return self.lines(*parts)[0]
 
-        def look() -> bool:
-            lines = self.journal.read_text().splitlines()
-            found.extend(line for line in lines if all(part in line for part in parts))
-            return bool(found)
-
-        wait_until(look)
-        return found[0]
+    def lines(self, *parts: str) -> list[str]:
+        """All lines of the journal that hold all parts."""
+        lines = self.journal.read_text().splitlines()
+        return [line for line in lines if all(part in line for part in parts)]
 
     def pid_of(self, name: str) -> int:
         rows = self.ask("processes")
@@ -192,6 +192,60 @@ def test_a_killed_child_is_started_again_and_frontends_hear_of_it(tmp_path, vict
         instance.stop()
 
     StandIns(tmp_path).run(GROUP, meanwhile)
+
+
+RESERVED = {**GROUP, "frontend/0": "reserved", "frontend/1": "ready"}
+
+
+def test_it_is_not_ready_before_every_frontend_acts_on_it(tmp_path):
+    def meanwhile(instance: StandIns) -> None:
+        instance.wait_for_line("frontend/0", "status ready")
+        instance.wait_for_line("frontend/1", "status ready")
+        status = instance.ask("status")
+        assert (status["state"], "frontend/0: not told yet" in status["reason"]) == (
+            "starting",
+            True,
+        )
+        assert instance.ready_urls == []
+        (tmp_path / "confirm").touch()
+        wait_until(lambda: instance.ready_urls)
+        assert instance.ask("status")["state"] == "ready"
+
+        (tmp_path / "confirm").unlink()
+        os.kill(instance.pid_of("worker/0"), signal.SIGKILL)
+        wait_until(lambda: len(instance.lines("frontend/0", "status ready")) == 2)
+        assert instance.ask("status")["state"] == "degraded"
+        (tmp_path / "confirm").touch()
+        wait_until(lambda: instance.ask("status")["state"] == "ready")
+        assert len(instance.ready_urls) == 1
+        instance.stop()
+
+    StandIns(tmp_path).run(RESERVED, meanwhile, at_once=True)
+
+
+def test_the_successor_of_a_frontend_that_died_without_a_word_has_to_confirm_as_well(tmp_path):
+    def meanwhile(instance: StandIns) -> None:
+        instance.wait_for_line("frontend/0", "status ready")
+        old = instance.pid_of("frontend/0")
+        os.kill(old, signal.SIGKILL)
+        wait_until(lambda: instance.pid_of("frontend/0") not in (old, None))
+        new = instance.pid_of("frontend/0")
+        instance.wait_for_line(f"frontend/0 {new} ", "status ready")
+        assert instance.ask("status")["state"] == "starting"
+        (tmp_path / "confirm").touch()
+        wait_until(lambda: instance.ready_urls)
+        instance.stop()
+
+    StandIns(tmp_path).run(RESERVED, meanwhile, at_once=True)
+
+
+def test_a_frontend_that_never_confirms_is_named_and_not_waited_for_for_ever(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr("daemon.frontend_status.CONFIRM_SECONDS", 0.5)
+    StandIns(tmp_path).run(RESERVED, lambda instance: instance.stop())
+    (line,) = [line for line in caplog.messages if "no sign within" in line]
+    assert line.startswith("frontend/0: no sign within 0.5 s")
 
 
 def test_every_router_is_told_of_a_worker_that_is_lost_for_good(tmp_path):

@@ -38,6 +38,7 @@ from transport.messages import (
     Serving,
     StageTimes,
     StateChanged,
+    StatusHeld,
     Submit,
     TokenBatch,
     Welcome,
@@ -45,6 +46,7 @@ from transport.messages import (
 from transport.sockets import Endpoints, Received, RouterSocket
 
 NAME = ProcessName("frontend/0")
+SERVING = Serving(ModelInfo(49152, 2048, (2,), 10_000))
 BODY = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
 
 
@@ -57,6 +59,7 @@ class Peers:
         self.seen: list[Message] = []
         self.ids: list[int] = []
         self.hang = False
+        self.has_model = True
         self.commands: list[Message | str] = []
         self.router_context = zmq.Context()
         self.router = RouterSocket(self.router_context, self.endpoints.router)
@@ -89,6 +92,8 @@ class Peers:
                     self.router_context.destroy(linger=0)
                     self.router_context = zmq.Context()
                     self.router = RouterSocket(self.router_context, self.endpoints.router)
+                elif isinstance(command, Serving):
+                    self.router.send(NAME, command)
                 else:
                     self.daemon.send(NAME, command)
             time.sleep(0.002)
@@ -98,7 +103,8 @@ class Peers:
         match received.message:
             case Hello():
                 self.router.send(NAME, Welcome())
-                self.router.send(NAME, Serving(ModelInfo(49152, 2048, (2,), 10_000)))
+                if self.has_model:
+                    self.router.send(NAME, SERVING)
             case Submit(request_id):
                 ids = self.ids[:1] if self.hang else self.ids
                 for step, token in enumerate(ids):
@@ -120,7 +126,7 @@ class Peers:
         match received.message:
             case Hello():
                 self.daemon.send(NAME, Welcome())
-                self.daemon.send(NAME, InstanceStatus("ready"))
+                self.daemon.send(NAME, InstanceStatus("ready", serial=1))
             case Query(what, serial):
                 self.daemon.send(NAME, Answer(serial), f"about {what}".encode())
 
@@ -230,3 +236,25 @@ def test_a_router_that_restarts_is_greeted_again(running):
     running.wait_ready()
     running.peers.hang = False
     assert running.request("POST", "/v1/chat/completions", BODY)[0] == 200
+
+
+def test_it_confirms_that_it_lets_requests_in_when_it_does(running):
+    peers = running.peers
+    running.wait_for(lambda: StatusHeld(1) in peers.seen)
+    assert running.request("GET", "/ready")[0] == 200  # the first question, and at once
+
+    peers.has_model = False
+    peers.commands.append("restart")
+    running.wait_for(lambda: len(peers.of_kind(Hello)) == 3)
+    peers.commands.append(InstanceStatus("degraded", "the router is new", 2))
+    peers.commands.append(InstanceStatus("ready", "", 3))
+    # Questions to the daemon go the way of the confirmation: the first one's answer comes after the
+    # news, so the second one would come after their confirmation.
+    for _ in range(2):
+        assert running.request("GET", "/metrics")[0] == 200
+    assert peers.of_kind(StatusHeld) == [StatusHeld(1)]
+    assert running.request("GET", "/ready")[0] == 503
+    peers.commands.append(SERVING)
+    running.wait_for(lambda: StatusHeld(3) in peers.seen)
+    assert running.request("GET", "/ready")[0] == 200
+    assert peers.of_kind(StatusHeld) == [StatusHeld(1), StatusHeld(3)]

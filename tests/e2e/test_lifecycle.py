@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -36,9 +37,15 @@ def one_sentence(result) -> str:
 # ---- start, status, stop ---------------------------------------------------------------------------
 
 
-def test_start_status_and_stop(cli, tiny_dir, short_dir, session_members):
+def test_start_status_and_stop(cli, tiny_dir, short_dir, session_members, eventually):
     run_dir = short_dir / "run"
     where = ("--instance", "e2e-start", "--run-dir", run_dir)
+
+    def status_of() -> dict:
+        status = cli("status", *where, "--json")
+        assert status.returncode == 0
+        return json.loads(status.stdout)
+
     down = cli("status", *where)
     assert "is not running" in one_sentence(down)
     assert "deepinfer start" in down.stderr
@@ -47,10 +54,17 @@ def test_start_status_and_stop(cli, tiny_dir, short_dir, session_members):
     assert started.returncode == 0, started.stderr
     assert "is ready" in started.stdout
     try:
-        status = cli("status", *where, "--json")
-        assert status.returncode == 0
-        found = json.loads(status.stdout)
-        assert found["state"] == "ready"
+        found = status_of()
+        # `start` has returned: no request meets a 503 from here on.
+        asked = urllib.request.Request(
+            found["url"] + "/v1/completions",
+            json.dumps({**PROMPT, "max_tokens": 1}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(asked, timeout=60) as reply:
+            assert reply.status == 200
+        # On a busy machine it may be degraded for a moment.
+        eventually(lambda: status_of()["state"] == "ready", 60, "its status is ready")
         assert found["model"] == "tiny-llama"
         assert not found["url"].endswith(":0")
         assert (run_dir.stat().st_mode & 0o777) == 0o700
@@ -76,9 +90,10 @@ def test_start_shows_the_reason_of_a_failure(cli, short_dir, tmp_path):
     assert not (short_dir / "run").exists()
 
 
-def test_serve_says_where_it_listens(serve):
+def test_serve_says_where_it_listens(serve, eventually):
     with serve(**FAKE) as server:
-        server.ready()
+        # The daemon has written it before anybody hears that the instance is ready.
+        eventually(lambda: server.listening().ask("status")["state"] == "ready", 90, "it is ready")
         assert server.address[1] != 0
         assert f"is ready at {server.url}" in server.output
         assert f"curl {server.url}/v1/chat/completions" in server.output

@@ -69,7 +69,7 @@ def test_a_service_manager_is_told_the_truth(serve, manager, eventually):
         manager.wait_for("READY=1", 90)
         # From here on, and not before: no request may meet an instance that is not ready.
         server.url = server.ask("status")["url"]
-        assert server.get("/ready").status == 200
+        assert server.post("/v1/completions", {"prompt": "hello", "max_tokens": 1}).status == 200
         loading = manager.lines[: manager.lines.index("READY=1")]
         assert any(line.startswith("STATUS=starting: worker/0: ") for line in loading)
         asked = [int(line.split("=")[1]) for line in loading if line.startswith("EXTEND_TIMEOUT_")]

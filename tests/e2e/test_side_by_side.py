@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -13,9 +14,14 @@ from pathlib import Path
 
 import pytest
 
-FAKE = {"engine": "fake", "fake_step_ms": 40}
+FAKE = {"engine": "fake", "fake_step_ms": 100}
 BODY = {"prompt": "hello the", "max_tokens": 1900, "ignore_eos": True}
 """Streamed, it runs for longer than anything here takes."""
+EXCUSED = re.compile(
+    r" (degraded: (\S+/\d+|router): gives no sign of life"
+    r"(; (\S+/\d+|router): gives no sign of life)*|the daemon itself stood still for [\d.]+ s)$"
+)
+"""What an instance says that a busy machine has kept waiting, whoever its neighbours are."""
 OTHERS = ("b", "a-b")
 
 pytestmark = pytest.mark.slow
@@ -54,12 +60,18 @@ def identity(server) -> dict[str, object]:
     rows = server.ask("processes")
     files = {path.name: path.stat().st_ino for path in server.run_dir.iterdir()}
     return {
-        "state": status["state"], "url": status["url"], "pid": status["pid"],
+        "url": status["url"], "pid": status["pid"],
         "pids": {row["name"]: row["pid"] for row in rows},
         "restarts": {row["name"]: row["restarts"] for row in rows},
         "sockets": {name: inode for name, inode in files.items() if name.endswith(".sock")},
         "lock": files["lock"],
     }  # fmt: skip
+
+
+def complaints(log: str) -> list[str]:
+    """The warnings and errors of a log that a busy machine does not excuse."""
+    lines = [line for line in log.splitlines() if re.search(r" (WARNING|ERROR|CRITICAL) ", line)]
+    return [line for line in lines if not EXCUSED.search(line)]
 
 
 @contextlib.contextmanager
@@ -74,16 +86,16 @@ def untouched(servers) -> Iterator[None]:
         yield
         for server in servers:
             (row,) = server.ask("requests")
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             while server.ask("requests")[0]["output_tokens"] <= row["output_tokens"]:
                 assert time.monotonic() < deadline, "the stream has stopped"
             assert row["output_tokens"] < BODY["max_tokens"]
             assert server.post("/v1/completions", {**BODY, "max_tokens": 3}).status == 200
-            assert server.get("/ready").status == 200
+            server.ready()
     assert [identity(server) for server in servers] == before
     for server in servers:
         assert server.metric("admission_rejections_total") == 0
-        assert " WARNING " not in server.log
+        assert complaints(server.log) == []
 
 
 def command(server) -> tuple[object, ...]:

@@ -53,13 +53,17 @@ def test_a_killed_start_does_not_keep_the_run_directory(started, cli, short_dir,
     assert not run_dir.exists()
 
 
-def test_commands_tell_the_instance_that_runs_in_the_directory(cli, tiny_dir, short_dir):
+def test_commands_tell_the_instance_that_runs_in_the_directory(
+    cli, tiny_dir, short_dir, eventually
+):
     run_dir = short_dir / "run"
     here = ("--run-dir", run_dir)
     start = ("start", "--instance", "blue", *here, "--model", tiny_dir, *FAKE)
     try:
         assert cli(*start).returncode == 0
-        assert "ready  blue  tiny-llama" in cli("status", *here).stdout
+        # On a busy machine it may be degraded for a moment.
+        wanted = "ready  blue  tiny-llama"
+        eventually(lambda: wanted in cli("status", *here).stdout, 60, "the status names it")
         again = cli("start", *here, "--model", tiny_dir, *FAKE).stderr
         assert "Instance 'blue' is already running" in again
         assert f"`deepinfer stop --instance blue --run-dir {run_dir}`" in again

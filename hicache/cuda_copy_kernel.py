@@ -15,7 +15,7 @@ from hicache.cuda_copy_method import (
     import_package,
 )
 from hicache.cuda_kernel_cache import cached_cubin, kernel_folder
-from hicache.cuda_kernel_copy import BLOCKS, THREADS, KernelArguments, PairArray
+from hicache.cuda_kernel_copy import THREADS, KernelArguments, PairArray
 
 KERNEL: Final = "copy_rows"
 _MODULES: Final = ("cuda.core", "cuda.core.experimental")
@@ -101,7 +101,6 @@ class CompiledCopyKernel:
             core.Device(device.index or 0).set_current()
             self._code = core.ObjectCode.from_cubin(cubin)  # the kernel lives as long as its code
             self._kernel = self._code.get_kernel(KERNEL)
-            self._config = core.LaunchConfig(grid=BLOCKS, block=THREADS)
         except Exception as error:  # cuda-core's errors have no public type
             raise CopyMethodMissing(
                 f"the copy kernel cannot be compiled or loaded ({first_line(error)})"
@@ -109,7 +108,9 @@ class CompiledCopyKernel:
         self._core = core
         self._device = device
 
-    def launch(self, arguments: KernelArguments, pairs: PairArray, stream: CudaStream) -> None:
+    def launch(
+        self, arguments: KernelArguments, pairs: PairArray, blocks: int, stream: CudaStream
+    ) -> None:
         """See `CopyKernel`."""
         assert isinstance(stream, torch.cuda.Stream)
         # Both ends of this small copy belong to torch's caching allocators: the pinned one is used
@@ -118,7 +119,7 @@ class CompiledCopyKernel:
             on_device = torch.from_numpy(pairs).pin_memory().to(self._device, non_blocking=True)
         self._core.launch(
             self._core.Stream.from_handle(stream.cuda_stream),
-            self._config,
+            self._core.LaunchConfig(grid=blocks, block=THREADS),
             self._kernel,
             *(int(value) for value in arguments),
             on_device.data_ptr(),

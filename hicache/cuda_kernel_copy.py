@@ -3,6 +3,7 @@ pool's addresses on the device."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -19,8 +20,10 @@ from hicache.cuda_copy_method import (
 from hicache.errors import HostPoolError
 from hicache.runs import RowRuns
 
-BLOCKS: Final = 16
-"""Of the 132 SMs of an H200; more blocks do not copy faster over PCIe 5 x16."""
+BLOCKS: Final[Mapping[Direction, int]] = {"up": 16, "down": 4}
+"""As many as it takes to fill PCIe 5 x16, on an H200. Reads are answered after a microsecond or more, so
+there have to be many under way; writes are not answered, and more of them only crowd out what the steps
+beside them read."""
 THREADS: Final = 512
 VECTOR_BYTES: Final = 16
 MAX_PIECE_BYTES: Final = 1 << 16
@@ -45,9 +48,11 @@ class KernelArguments(NamedTuple):
 class CopyKernel(Protocol):
     """The compiled kernel on one device."""
 
-    def launch(self, arguments: KernelArguments, pairs: PairArray, stream: CudaStream) -> None:
-        """Put it into `stream`, for the row pairs int32 [rows,2] (target, source), which lie on the
-        host and may change as soon as this returns."""
+    def launch(
+        self, arguments: KernelArguments, pairs: PairArray, blocks: int, stream: CudaStream
+    ) -> None:
+        """Put it into `stream` with so many blocks, for the row pairs int32 [rows,2] (target, source),
+        which lie on the host and may change as soon as this returns."""
         ...
 
 
@@ -65,7 +70,7 @@ def try_copy_kernel(kernel: CopyKernel, scratch: int, stream: CudaStream) -> Non
     row = VECTOR_BYTES
     arguments = KernelArguments(scratch + row, row, scratch, row, row, row, pieces=1)
     try:
-        kernel.launch(arguments, np.zeros((1, 2), np.int32), stream)
+        kernel.launch(arguments, np.zeros((1, 2), np.int32), 1, stream)
     except Exception as error:  # cuda-core's errors have no public type
         raise CopyMethodMissing(
             f"the copy kernel cannot be launched ({first_line(error)})"
@@ -107,7 +112,7 @@ class KernelCopy:
         pair = (device, host) if direction == "up" else (host, device)
         pairs = np.stack(pair, axis=1).astype(np.int32)
         try:
-            self._kernel.launch(self._arguments[direction], pairs, stream)
+            self._kernel.launch(self._arguments[direction], pairs, BLOCKS[direction], stream)
         except Exception as error:  # cuda-core's errors have no public type
             raise HostPoolError(
                 f"CUDA refused to launch the copy of {len(pairs)} rows {direction} between GPU and prefix "

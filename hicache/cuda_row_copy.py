@@ -28,13 +28,13 @@ from hicache.errors import HostPoolError
 from hicache.row_copy import Done, PendingCopy
 from hicache.runs import IndexArray, RowRuns, merge_runs
 
-BATCH_FROM_BYTES: Final[Mapping[Direction, int]] = {"up": 512 << 10, "down": 64 << 10}
+BATCH_FROM_BYTES: Final[Mapping[Direction, int]] = {"up": 512 << 10, "down": 16 << 10}
 """Mean length of runs from which the batched call is used by `auto`; see `doc/page_copy.md`.
 
-The batched call takes about 1.1 microseconds a run beside the bytes, and the kernel moves about 50 GB/s
-whatever the runs: they are even at some 0.6 MB. While a load runs the engine waits, so the faster one
-is right. Nobody waits for a store, but the kernel slows the steps beside it several times as much:
-so stores use the batched call down to where a run costs more time to begin than to copy."""
+The batched call takes about a microsecond a run on the host before the bytes, and the kernel moves 5 to
+10 % fewer bytes a second whatever the runs: they are even at some 0.5 MB. While a load runs the engine
+waits, so the faster one is right. Nobody waits for a store, but the kernel slows the steps beside it
+many times as much: so stores use the batched call for all runs but tiny ones."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,13 @@ from hicache.cuda_copy_kernel import (
 )
 from hicache.cuda_copy_method import CopyMethodMissing, PoolPair, import_package
 from hicache.cuda_kernel_cache import cached_cubin, kernel_folder
-from hicache.cuda_kernel_copy import MAX_PIECE_BYTES, KernelCopy, cut_row, try_copy_kernel
+from hicache.cuda_kernel_copy import (
+    BLOCKS,
+    MAX_PIECE_BYTES,
+    KernelCopy,
+    cut_row,
+    try_copy_kernel,
+)
 from hicache.errors import HostPoolError
 from hicache.runs import merge_runs
 
@@ -42,8 +48,10 @@ class CpuKernel:
     def __init__(self, function: Callable[..., None], blocks: int, threads: int) -> None:
         self._function = function
         self._grid = (blocks, threads)
+        self.wanted_blocks: list[int] = []
 
-    def launch(self, arguments, pairs, stream) -> None:
+    def launch(self, arguments, pairs, blocks, stream) -> None:
+        self.wanted_blocks.append(blocks)
         assert pairs.dtype == np.int32 and pairs.flags.c_contiguous
         values = (*arguments, pairs.ctypes.data, len(pairs))
         assert len(values) == NUM_ARGUMENTS
@@ -111,6 +119,7 @@ def test_the_kernel_copies_the_rows_alone(
         wanted_host[on_host] = device[on_device, :row_bytes]
     runs = merge_runs(on_device.astype(np.int32), on_host.astype(np.int32))
     copy.start(direction, runs, None)
+    assert kernel.wanted_blocks == [BLOCKS[direction]]
     np.testing.assert_array_equal(device, wanted_device)
     np.testing.assert_array_equal(host, wanted_host)
 
@@ -143,7 +152,7 @@ def test_the_trial_copies_sixteen_bytes_to_those_behind_them(on_cpu):
 
 
 class RefusedKernel:
-    def launch(self, arguments, pairs, stream) -> None:
+    def launch(self, arguments, pairs, blocks, stream) -> None:
         raise ValueError("no such launch\nsee the manual")
 
 

@@ -37,7 +37,7 @@ from workers.host_memory import available_host_memory
 
 CHOICES: Final[tuple[CopyChoice, ...]] = ("batch", "kernel", "auto")
 DIRECTIONS: Final[tuple[Direction, ...]] = ("up", "down")
-REPEATS: Final = 9
+REPEATS: Final = 15
 BUSY_CYCLES: Final = 60_000_000
 """Some thirty milliseconds: longer than issuing the copies takes."""
 LARGE_BYTES: Final = 512 << 20
@@ -47,6 +47,7 @@ DECODE_WIDTH: Final = 8192
 DECODE_ROWS: Final = 64
 DECODE_STEPS: Final = 96
 STEPS_A_BURST: Final = 4
+DECODE_ROUNDS: Final = 3
 WANTED_DUTY: Final = 0.5
 
 Progress = Callable[[str], None]
@@ -154,6 +155,7 @@ def _measure_copies(case: CopyCase, choice: CopyChoice, copier: CudaRowCopier) -
             2 * num_bytes / boths.seconds / 1e9,
         ),
         issue_ms=loads.issue_seconds * 1e3,
+        load_ms=_time_alone(load) * 1e3,
     )
 
 
@@ -209,6 +211,18 @@ def _time(start: Callable[[], None]) -> Timing:
         seconds.append(begin.elapsed_time(end) / 1e3)
     # The first run fills allocators and loads kernels.
     return Timing(statistics.median(seconds[1:]), statistics.median(issued[1:]))
+
+
+def _time_alone(start: Callable[[], None]) -> float:
+    """Median of the host's seconds from the call until all is done, on an idle device."""
+    seconds: list[float] = []
+    for _ in range(REPEATS):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        start()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
 
 
 def _mark() -> torch.cuda.Event:
@@ -289,21 +303,22 @@ def _measure_slowdown(
 
     copy_seconds = _time(copy).seconds
     decode.step_seconds()
-    before = decode.step_seconds()
-    burst_seconds = STEPS_A_BURST * before * WANTED_DUTY
-    copies = max(1, round(burst_seconds / copy_seconds))
+    alone = decode.step_seconds()
+    copies = max(1, round(STEPS_A_BURST * alone * WANTED_DUTY / copy_seconds))
 
     def burst() -> None:
         for _ in range(copies):
             copy()
 
-    beside = decode.step_seconds(burst)
-    after = decode.step_seconds()
-    alone = (before + after) / 2
+    rounds: list[tuple[float, float]] = []
+    for _ in range(DECODE_ROUNDS):
+        beside, after = decode.step_seconds(burst), decode.step_seconds()
+        rounds.append((beside, beside / ((alone + after) / 2)))
+        alone = after
     return SlowdownFigures(
         case=case.name,
         method=choice,
         direction=direction,
-        slowdown_percent=(beside / alone - 1) * 100,
-        duty_percent=copies * copy_seconds / (STEPS_A_BURST * beside) * 100,
+        slowdown_percent=(statistics.median(slower for _, slower in rounds) - 1) * 100,
+        duty_percent=copies * copy_seconds / (STEPS_A_BURST * rounds[-1][0]) * 100,
     )

@@ -38,6 +38,8 @@ class CopyFigures(msgspec.Struct, frozen=True):
     gb_per_second: Rates
     issue_ms: float
     """Time that starting the loads takes on the host."""
+    load_ms: float
+    """From there to the end of the loads on a GPU with nothing else to do: how long a hit waits."""
 
 
 class SlowdownFigures(msgspec.Struct, frozen=True):
@@ -130,7 +132,7 @@ def show(report: Report, console: Console) -> None:
 
 
 def _tables(report: Report) -> Iterator[Table]:
-    copies = _table("CASE", "METHOD", "MEAN RUN", "UP", "DOWN", "BOTH", "ISSUE")
+    copies = _table("CASE", "METHOD", "MEAN RUN", "UP", "DOWN", "BOTH", "ISSUE", "LOAD")
     for figures in report.copies:
         rates = figures.gb_per_second
         copies.add_row(
@@ -139,6 +141,7 @@ def _tables(report: Report) -> Iterator[Table]:
             size(round(figures.mean_run_bytes)),
             *(f"{rate:.1f}" for rate in (rates.up, rates.down, rates.both)),
             f"{figures.issue_ms:.2f} ms",
+            f"{figures.load_ms:.2f} ms",
         )
     yield copies
     slowdowns = _table("BESIDE A DECODE", "METHOD", "DIRECTION", "DUTY", "SLOWER BY")

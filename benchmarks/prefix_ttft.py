@@ -175,7 +175,12 @@ def main(
         done = []
         for number in range(repeats):
             status.update(f"repeat {number + 1} of {repeats}")
-            done.append(measure(client, prefix_tokens, new_tokens, draw))
+            repeat = measure(client, prefix_tokens, new_tokens, draw)
+            done.append(repeat)
+            # Said at once: what is stopped for taking too long has told this much.
+            console.print(
+                f"repeat {number + 1}: cold {repeat.cold_seconds:.3f} s, hit {repeat.hit_seconds:.3f} s"
+            )
     cold = statistics.median(repeat.cold_seconds for repeat in done)
     hit = statistics.median(repeat.hit_seconds for repeat in done)
     figures = TtftFigures(

@@ -25,9 +25,9 @@ LOADING_SECONDS: Final = 30.0
 """Silence after which a process that has not served yet is hung, unless `--hang-seconds` is longer."""
 UNHEARD_SECONDS: Final = 60.0
 """The same before it has said hello: it may be reading libraries from a slow disk."""
-ASLEEP_SECONDS: Final = 3.0
-"""The daemon looks several times a second; a longer gap means that it was stopped itself, and
-that it cannot know what the others did meanwhile."""
+ASLEEP_SECONDS: Final = 1.0
+"""The daemon looks every half second at least; a longer gap means that it was stopped itself, as on a
+machine that stood still, and that it cannot know what the others did meanwhile."""
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +57,8 @@ class HangWatch:
         if gap > ASLEEP_SECONDS:
             log.warning("the daemon itself stood still for %.1f s", gap)
             for child in children:
-                child.snapshot_at += gap
-                child.progress_at += gap
+                child.snapshot_at = min(child.snapshot_at + gap, now)
+                child.progress_at = min(child.progress_at + gap, now)
         return [hung for child in children if (hung := self._judge(child, now)) is not None]
 
     def next_silence(self, children: Iterable[Child]) -> float | None:

@@ -98,6 +98,22 @@ def test_a_daemon_that_was_stopped_itself_blames_nobody(watch, child):
     assert look(watch, child, 160.25, 170.0), "from then on silence counts again"
 
 
+def test_a_machine_that_stood_still_for_a_moment_makes_no_process_silent_or_hung(child):
+    watch = HangWatch(HEARTBEAT, 2.0, STALL)
+    look(watch, child, 100.0, 100.25)
+    for now in (102.5, 105.5, 107.0):  # each time longer than the limit, or nearly
+        assert watch.look([child], now) == []
+        assert child.ready
+    assert look(watch, child, 107.25, 110.0), "from then on silence counts again"
+
+
+def test_what_came_after_the_gap_is_not_dated_into_the_future(watch, child):
+    watch.look([child], 100.0)
+    child.snapshot_at = child.progress_at = 104.9  # read in the turn that ends the gap
+    watch.look([child], 105.0)
+    assert child.snapshot_at == child.progress_at == 105.0
+
+
 def test_a_process_that_is_loading_may_be_silent_for_longer(watch, child):
     child.state, child.served_from = "loading", None
     assert look(watch, child, 100.0, 100.0 + LOADING_SECONDS) == []

@@ -20,7 +20,7 @@ from hicache.cuda_copy_method import (
 from hicache.errors import HostPoolError
 from hicache.runs import RowRuns
 
-BLOCKS: Final[Mapping[Direction, int]] = {"up": 16, "down": 4}
+BLOCKS: Final[Mapping[Direction, int]] = {"up": 16, "down": 2}
 """As many as it takes to fill PCIe 5 x16, on an H200. Reads are answered after a microsecond or more, so
 there have to be many under way; writes are not answered, and more of them only crowd out what the steps
 beside them read."""

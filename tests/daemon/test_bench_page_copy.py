@@ -93,7 +93,7 @@ def test_goals_are_judged_by_what_auto_does_with_a_fresh_prompt():
     assert [goal.met for goal in goals] == [True] * 4
     goals = judge([*other, copied(Rates(51.9, 53.0, 89.0))], [beside(0.3), beside(2.4)])
     assert [(goal.measured, goal.met) for goal in goals] == [
-        ("51.9 GB/s", False), ("53.0 GB/s", True), ("89.0 GB/s", False), ("2.4 %", False),
+        ("51.9 GB/s", False), ("53.0 GB/s", True), ("89.0 GB/s", False), ("2.40 %", False),
     ]  # fmt: skip
     assert judge(other, slow) == []
 

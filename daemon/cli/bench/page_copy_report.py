@@ -108,7 +108,7 @@ def judge(copies: list[CopyFigures], slowdowns: list[SlowdownFigures]) -> list[G
             Goal(
                 f"{GOAL_CASE}, decode beside, worst way",
                 f"<= {GOAL_SLOWDOWN:.0f} % slower",
-                f"{worst:.1f} %",
+                f"{worst:.2f} %",
                 worst <= GOAL_SLOWDOWN,
             )
         )

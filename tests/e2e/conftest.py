@@ -27,9 +27,12 @@ from daemon.errors import DeepInferError
 from daemon.inspection_client import InspectionClient
 
 ROOT = Path(__file__).parents[2]
-READY_SECONDS = 90.0
-STOP_SECONDS = 30.0
+READY_SECONDS = 150.0
+STOP_SECONDS = 60.0
 HTTP_SECONDS = 60.0
+COMMAND_SECONDS = 120.0
+DAEMON_SECONDS = 30.0
+"""Deadlines, all of them far beyond what is needed: a machine may be busy, or stand still for a while."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -156,9 +159,12 @@ class Server:
     def output(self) -> str:
         return (self.folder / "out").read_text(errors="replace")
 
-    def ask(self, what: str, timeout: float = 5.0) -> dict:
+    def ask(self, what: str, timeout: float = DAEMON_SECONDS) -> dict:
+        return json.loads(self._ask(what, timeout))
+
+    def _ask(self, what: str, timeout: float) -> bytes:
         with InspectionClient(self.run_dir, self.instance) as client:
-            return json.loads(client.ask(what, timeout))
+            return client.ask(what, timeout)
 
     def listening(self) -> Server:
         """Wait until there is a port, ready or not."""
@@ -191,7 +197,7 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples of a metric, by its exposed name without the prefix; 0: none yet."""
-        families = text_string_to_metric_families(self.get("/metrics").body.decode())
+        families = text_string_to_metric_families(self._ask("metrics", DAEMON_SECONDS).decode())
         return sum(
             sample.value
             for family in families
@@ -327,7 +333,10 @@ def cli():
     """cli("status", "--json"): run a command to its end; `through` are words before it, such as env."""
 
     def run(
-        *arguments: object, timeout: float = 60.0, through: Sequence[str] = (), **variables: str
+        *arguments: object,
+        timeout: float = COMMAND_SECONDS,
+        through: Sequence[str] = (),
+        **variables: str,
     ):
         return subprocess.run(
             [*through, *command_line(*arguments)],

@@ -17,8 +17,8 @@ import pytest
 ROUNDS = 42
 CONCURRENT = 24
 ANSWER_SECONDS = 60.0
-SETTLE_SECONDS = 1.0
-"""After the last client has left."""
+SETTLE_SECONDS = 60.0
+"""Far more than it takes, but for a busy machine. What was given up tells that not all ended by itself."""
 
 WAYS = ("close", "reset", "half close")
 MOMENTS = ("within the body", "before the answer", "during the answer", "after the answer")
@@ -126,18 +126,25 @@ def test_a_thousand_clients_that_leave_leave_nothing(serve, eventually):
     with serve() as server:
         server.ready()
         asyncio.run(visit_all(server.address, clients[:CONCURRENT]))
-        eventually(lambda: not left_over(server), 10, "the first ones have left nothing")
+        eventually(
+            lambda: not left_over(server), SETTLE_SECONDS, "the first ones have left nothing"
+        )
         pids = server.pids()
         frontend = psutil.Process(pids["frontend/0"])
-        eventually(lambda: server.metric("http_connections") <= 1, 10, "they are disconnected")
+        eventually(
+            lambda: server.metric("http_connections") <= 1, SETTLE_SECONDS, "they are disconnected"
+        )
         descriptors = frontend.num_fds()
 
         asyncio.run(visit_all(server.address, clients))
         eventually(lambda: not left_over(server), SETTLE_SECONDS, "all tables are empty")
 
-        eventually(lambda: frontend.num_fds() <= descriptors, 5, "its connections are closed")
-        eventually(lambda: not server.metric("stream_buffer_bytes"), 5, "no bytes are kept")
-        eventually(lambda: server.metric("http_requests_active") <= 1, 5, "only this is asked")
+        for check, what in (
+            (lambda: frontend.num_fds() <= descriptors, "its connections are closed"),
+            (lambda: not server.metric("stream_buffer_bytes"), "no bytes are kept"),
+            (lambda: server.metric("http_requests_active") <= 1, "only this is asked"),
+        ):
+            eventually(check, SETTLE_SECONDS, what)
         given_up = server.metric("num_aborted_requests_total")
         assert given_up >= len(clients) / 4, "clients left, but no request was given up"
         assert server.pids() == pids

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 30.0
+SECONDS = 120.0
 FAKE = ("--engine", "fake", "--port", "0")
 
 
@@ -36,18 +36,24 @@ def test_the_curl_line_that_serve_prints_works(serve, eventually):
 
 
 def test_running_requests_end_and_new_ones_are_refused(serve, eventually):
-    with serve(engine="fake", fake_step_ms=20, drain_timeout=20) as server:
+    body = {**completion(100), "stream_options": {"include_usage": True}}
+    options = dict(engine="fake", fake_step_ms=20, drain_timeout=120, hang_seconds=120)
+    with serve(**options) as server:
         server.ready()
-        with server.stream("/v1/completions", completion(100)) as stream:
+        worker = server.pids()["worker/0"]
+        with server.stream("/v1/completions", body) as stream:
             events = stream.events()
             next(events)
+            os.kill(worker, signal.SIGSTOP)  # so that the answer cannot end before we have looked
             server.signal(signal.SIGTERM)
             eventually(lambda: server.get("/ready").status == 503, SECONDS, "not ready")
             refused = server.post("/v1/completions", completion())
             assert refused.status == 503
             assert int(refused.headers["Retry-After"]) >= 1
-            rest = list(events)
-        assert rest[-1]["choices"][0]["finish_reason"] == "length"
+            os.kill(worker, signal.SIGCONT)
+            *_, last, usage = events
+        assert last["choices"][0]["finish_reason"] == "length"
+        assert usage["usage"]["completion_tokens"] == 100
         assert server.wait() == 0
 
 

@@ -27,6 +27,21 @@ def inspect(cli, server):
 
 
 @pytest.fixture
+def every(inspect, eventually):
+    """every("stacks"): the finished command, when all have answered it. One that does not within two
+    seconds is named and fails the command; on a busy machine that may happen, and one asks again."""
+
+    def run(*words: str):
+        return eventually(lambda: answered(inspect(*words)), 120, f"all answer {words}")
+
+    def answered(done):
+        assert done.returncode == 0 or "did not answer" in done.stdout + done.stderr, done
+        return done if done.returncode == 0 else None
+
+    return run
+
+
+@pytest.fixture
 def frozen(server):
     """frozen("worker/0"): stop it until the end of the test; returns its pid."""
     stopped = []
@@ -51,12 +66,11 @@ def test_sockets_of_every_process(server, eventually):
         return {(row["process"], row["socket"]) for row in server.ask("sockets")}
 
     # A process that has just become ready has not sent a snapshot yet.
-    eventually(lambda: found() == wanted, 10, "every socket is told")
+    eventually(lambda: found() == wanted, 60, "every socket is told")
 
 
-def test_stacks_of_every_process(server, inspect):
-    done = inspect("stacks", "--json")
-    assert done.returncode == 0, done.stderr
+def test_stacks_of_every_process(server, every):
+    done = every("stacks", "--json")
     reports = {report["process"]: report for report in json.loads(done.stdout)}
     assert set(reports) == set(server.pids())
     for name, pid in server.pids().items():
@@ -66,9 +80,8 @@ def test_stacks_of_every_process(server, inspect):
         assert name == "daemon" or "daemon-link" in threads
 
 
-def test_stacks_show_the_line_of_the_main_loop(inspect):
-    done = inspect("stacks", "worker/0")
-    assert done.returncode == 0
+def test_stacks_show_the_line_of_the_main_loop(every):
+    done = every("stacks", "worker/0")
     assert "MainThread" in done.stdout
     assert "workers/worker.py:" in done.stdout
     assert "router" not in done.stdout.split()
@@ -90,16 +103,16 @@ def test_an_unknown_process_is_told_with_those_there_are(inspect):
     assert "Traceback" not in done.stderr
 
 
-def test_the_log_level_changes_while_it_runs(server, inspect):
-    done = inspect("log-level", "debug", "--json")
-    assert done.returncode == 0, done.stderr
+def test_the_log_level_changes_while_it_runs(server, inspect, every):
+    done = every("log-level", "debug", "--json")
     reports = json.loads(done.stdout)
     assert {report["process"] for report in reports} == set(server.pids())
     assert {report["log_level"] for report in reports} == {"debug"}
-    assert server.log.count("the log level is debug") == len(server.pids())
-    done = inspect("log-level", "error", "router")
-    assert (done.returncode, done.stdout.split()[-2:]) == (0, ["router", "error"])
-    inspect("log-level", "info")
+    said = {line.split()[3] for line in server.log.splitlines() if "the log level is debug" in line}
+    assert said == set(server.pids())
+    done = every("log-level", "error", "router")
+    assert done.stdout.split()[-2:] == ["router", "error"]
+    every("log-level", "info")
     assert inspect("log-level", "loud").returncode == 2
 
 
@@ -113,10 +126,10 @@ def tap_while(server, inspect, eventually):
 
     def run(work, *words):
         # A tap comes and goes: an odd number would be one whose going is still to be reported.
-        eventually(lambda: taps() % 2 == 0, 30, "the last tap is over")
+        eventually(lambda: taps() % 2 == 0, 60, "the last tap is over")
         before = taps()
         tap = pool.submit(inspect, "tap", *words)
-        eventually(lambda: taps() > before, 30, "the router has noticed the tap")
+        eventually(lambda: taps() > before, 60, "the router has noticed the tap")
         working = pool.submit(work)
         done = tap.result()
         assert done.returncode == 0, done.stderr
@@ -187,4 +200,4 @@ def test_queues_of_all_roles_are_shown_with_the_most_they_held(server, inspect, 
         busy = [key for key in wanted[:3] if found[key]["high_water"] < 1]
         return not busy and all(found[key]["depth"] == 0 for key in wanted)
 
-    eventually(settled, 30, "all has been counted and is over")
+    eventually(settled, 60, "all has been counted and is over")

@@ -74,7 +74,7 @@ def test_two_hundred_at_once_are_answered_or_told_to_come_again(serve, eventuall
             seen = check_rush(asyncio.run(rush(server.address)))
             assert seen[200] >= 8, seen  # as many as may wait are never turned away
             assert seen[429] > 0, "there was never an overload"
-            eventually(lambda: not server.ask("requests"), 10, "none is left")
+            eventually(lambda: not server.ask("requests"), 60, "none is left")
             for name, sizes in memory.items():
                 sizes.append(resident(server, name))
             if all(is_level(sizes) for sizes in memory.values()):
@@ -168,13 +168,13 @@ def test_slow_readers_are_paused_and_nobody_else_is(serve, eventually):
         first.close()
         assert tokens == CHOICES * READER_TOKENS
         assert small_answer(server)
-        eventually(lambda: not server.ask("requests"), 10, "the first ones have ended")
+        eventually(lambda: not server.ask("requests"), 60, "the first ones have ended")
         before = resident(server, "frontend/0")
 
         unread = [Reader(server.address, READER_TOKENS) for _ in range(READERS)]
         for reader in unread:
             readers.callback(reader.close)
-        rows = eventually(lambda: all_run(server, READERS), 10, "all of them run")
+        rows = eventually(lambda: all_run(server, READERS), 60, "all of them run")
         ids = {row["request_id"] for row in rows}
 
         def stand_still() -> bool:
@@ -196,4 +196,4 @@ def test_slow_readers_are_paused_and_nobody_else_is(serve, eventually):
 
         for reader in unread:
             assert reader.read_all()[0] == CHOICES * READER_TOKENS
-        eventually(lambda: not server.ask("requests"), 10, "none is left")
+        eventually(lambda: not server.ask("requests"), 60, "none is left")

@@ -198,7 +198,7 @@ def test_a_conversation_stays_with_the_rank_that_has_its_pages(serve, eventually
                 ]
         for rank in ("0", "1"):
             eventually(
-                lambda rank=rank: server.metric("hicache_lookups_total", rank=rank), 10, "it worked"
+                lambda rank=rank: server.metric("hicache_lookups_total", rank=rank), 60, "it worked"
             )
 
         # One text under many names: it misses once a rank, whoever asks.

@@ -37,18 +37,18 @@ def test_new_workers_hit_what_killed_ones_had_stored(serve, eventually):
             got += pieces
         assert "".join(got) == wanted
         server.ready()
-        eventually(lambda: server.metric("hicache_hits_total"), 10, "it went on from the pool")
+        eventually(lambda: server.metric("hicache_hits_total"), 60, "it went on from the pool")
         stored = server.metric("hicache_recovered_pages")
         assert stored > 0
 
         worker = server.pids()["worker/0"]
         os.kill(worker, signal.SIGKILL)
-        eventually(lambda: server.pids()["worker/0"] not in (worker, None), 30, "a new worker")
+        eventually(lambda: server.pids()["worker/0"] not in (worker, None), 60, "a new worker")
         server.ready()
         cached, text = complete(server)
         assert cached == stored * PAGE
         assert wanted.startswith(text)
-        eventually(lambda: server.metric("hicache_recovered_pages"), 10, "it recovered them too")
+        eventually(lambda: server.metric("hicache_recovered_pages"), 60, "it recovered them too")
         server.post("/deepinfer/cache/flush", {})
         assert complete(server) == (0, text)
 
@@ -62,7 +62,7 @@ def test_a_killed_daemon_leaves_no_shared_memory(serve, eventually, session_memb
         assert pool_mappings(session_members(pid), server.instance) == 1
         server.signal(signal.SIGKILL)
         server.wait()
-        eventually(lambda: not session_members(pid), 10, "all processes have ended")
+        eventually(lambda: not session_members(pid), 60, "all processes have ended")
         # The pool has no name that could stay: it is there as long as somebody holds it.
         assert set(SHARED_MEMORY.iterdir()) <= segments
         assert not any(server.instance in entry.name for entry in segments)

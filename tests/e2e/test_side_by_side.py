@@ -165,5 +165,5 @@ def test_losses_of_one(first, others, eventually):
             now = first.pids()
             return all(now[name] not in (None, pid) for name, pid in lost.items())
 
-        eventually(replaced, 20, "all processes are replaced")
+        eventually(replaced, 60, "all processes are replaced")
         first.ready()

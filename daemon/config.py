@@ -362,8 +362,8 @@ class InstanceConfig:
         Parameter(
             group=_LIFE,
             validator=_SECONDS,
-            help="Seconds until the instance must be ready; as long requests wait for a worker that is "
-            "started again.",
+            help="Seconds until the instance must be ready, and a process that is started again; as long "
+            "requests wait for a worker.",
         ),
     ] = 1800.0
     heartbeat_seconds: Annotated[

@@ -4,7 +4,8 @@ A heartbeat is a snapshot, sent by a thread of its own every `--heartbeat-second
 that the process is stopped or starved: within a second it does not count as ready, after
 `--hang-seconds` it is hung. A process that sends heartbeats while its main loop makes no turn is hung
 after `--stall-seconds`; that is longer, for one step of a large model may take long. A process that
-starts gets more time as well: importing and loading can keep its heartbeat from running.
+starts gets more time as well: importing and loading can keep its heartbeat from running. But one that is
+not ready `--start-timeout` seconds after its start is hung, whatever it says.
 """
 
 from __future__ import annotations
@@ -43,10 +44,17 @@ class Hung:
 class HangWatch:
     """Looks at the children once per turn of the daemon's loop. No clock in here."""
 
-    def __init__(self, heartbeat_seconds: float, hang_seconds: float, stall_seconds: float) -> None:
+    def __init__(
+        self,
+        heartbeat_seconds: float,
+        hang_seconds: float,
+        stall_seconds: float,
+        start_seconds: float,
+    ) -> None:
         self._silent_seconds = max(SILENT_HEARTBEATS * heartbeat_seconds, LEAST_SILENCE_SECONDS)
         self._hang_seconds = max(hang_seconds, 2 * self._silent_seconds)
         self._stall_seconds = stall_seconds
+        self._start_seconds = start_seconds
         self._looked_at: float | None = None
 
     def look(self, children: Iterable[Child], now: float) -> list[Hung]:
@@ -57,6 +65,7 @@ class HangWatch:
         if gap > ASLEEP_SECONDS:
             log.warning("the daemon itself stood still for %.1f s", gap)
             for child in children:
+                child.started_at = min(child.started_at + gap, now)
                 child.snapshot_at = min(child.snapshot_at + gap, now)
                 child.progress_at = min(child.progress_at + gap, now)
         return [hung for child in children if (hung := self._judge(child, now)) is not None]
@@ -71,6 +80,11 @@ class HangWatch:
         child.silent = child.has_served and silence >= self._silent_seconds
         if silence > self._longest_silence(child):
             return Hung(child, f"no heartbeat for {silence:.1f} s")
+        if not child.has_served and now - child.started_at > self._start_seconds:
+            doing = f": {child.detail}" if child.detail else ""
+            return Hung(
+                child, f"not ready after {self._start_seconds:g} s{doing}; see --start-timeout"
+            )
         stall = now - child.progress_at
         if child.state == "ready" and stall > self._stall_seconds:
             return Hung(child, f"its main loop has not made a turn for {stall:.0f} s")

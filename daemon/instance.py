@@ -89,7 +89,10 @@ class Instance:
         self._exporter = MetricsExporter()
         config = plan.config
         self._hang_watch = HangWatch(
-            config.heartbeat_seconds, config.hang_seconds, config.stall_seconds
+            config.heartbeat_seconds,
+            config.hang_seconds,
+            config.stall_seconds,
+            config.start_timeout,
         )
         self._started_at = time.monotonic()
         self._was_ready = False

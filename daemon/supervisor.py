@@ -37,6 +37,8 @@ class Child:
     snapshot: Snapshot | None = None
     last_snapshot: Snapshot | None = None
     """As `snapshot`, but outlives the process: what it had counted must not be lost."""
+    started_at: float = 0.0
+    """When its process was started."""
     snapshot_at: float = 0.0
     progress_at: float = 0.0
     """When its progress counter was last seen to grow."""
@@ -223,7 +225,7 @@ class Supervisor:
         group = self._process_group if self.num_alive else 0
         child.restart_at = None
         child.process = ChildProcess(child.spec, group)
-        child.snapshot_at = child.progress_at = time.monotonic()
+        child.started_at = child.snapshot_at = child.progress_at = time.monotonic()
         child.served_from = None
         child.silent = child.is_killed = False
         self._process_group = child.process.process_group

@@ -6,12 +6,12 @@ import pytest
 
 from daemon.hang_watch import LOADING_SECONDS, UNHEARD_SECONDS, HangWatch
 
-HEARTBEAT, HANG, STALL = 0.5, 5.0, 30.0
+HEARTBEAT, HANG, STALL, START = 0.5, 5.0, 30.0, 600.0
 
 
 @pytest.fixture
 def watch() -> HangWatch:
-    return HangWatch(HEARTBEAT, HANG, STALL)
+    return HangWatch(HEARTBEAT, HANG, STALL, START)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_the_daemon_is_woken_when_a_process_falls_silent_and_not_at_its_next_tur
 
 @pytest.mark.parametrize("heartbeat", [0.05, 0.1, 0.25])
 def test_short_heartbeats_do_not_make_a_starved_process_silent(child, heartbeat):
-    watch = HangWatch(heartbeat, HANG, STALL)
+    watch = HangWatch(heartbeat, HANG, STALL, START)
     assert watch.look([child], 100.0 + 0.45) == []
     assert child.ready
     watch.look([child], 101.0)
@@ -64,7 +64,7 @@ def test_short_heartbeats_do_not_make_a_starved_process_silent(child, heartbeat)
 
 
 def test_long_heartbeats_are_waited_for(child):
-    watch = HangWatch(2.0, HANG, STALL)
+    watch = HangWatch(2.0, HANG, STALL, START)
     watch.look([child], 103.0)
     assert child.ready
     watch.look([child], 104.0)
@@ -99,7 +99,7 @@ def test_a_daemon_that_was_stopped_itself_blames_nobody(watch, child):
 
 
 def test_a_machine_that_stood_still_for_a_moment_makes_no_process_silent_or_hung(child):
-    watch = HangWatch(HEARTBEAT, 2.0, STALL)
+    watch = HangWatch(HEARTBEAT, 2.0, STALL, START)
     look(watch, child, 100.0, 100.25)
     for now in (102.5, 105.5, 107.0):  # each time longer than the limit, or nearly
         assert watch.look([child], now) == []
@@ -130,3 +130,23 @@ def test_a_process_that_has_served_gets_no_more_time_while_it_joins_a_new_router
     child.state = "loading"
     assert look(watch, child, 100.0, 100.0 + HANG) == []
     assert look(watch, child, 100.0 + HANG, 107.0)
+
+
+def test_a_process_that_loads_for_ever_is_hung(watch, make_child):
+    """It sends heartbeats and says what it does, and never comes to an end."""
+    child = make_child(state="loading", detail="loading the model", started_at=100.0)
+    now = 100.0
+    while now < 100.0 + START:
+        child.snapshot_at = child.progress_at = now
+        assert watch.look([child], now) == []
+        now += 0.5
+    child.snapshot_at = now + 0.5
+    (hung,) = watch.look([child], now + 0.5)
+    assert hung.reason == "not ready after 600 s: loading the model; see --start-timeout"
+
+
+def test_time_in_which_the_daemon_stood_still_does_not_count_as_loading(watch, make_child):
+    child = make_child(state="loading", started_at=100.0)
+    child.snapshot_at = child.progress_at = 100.0
+    watch.look([child], 100.5)
+    assert watch.look([child], 100.5 + 2 * START) == []

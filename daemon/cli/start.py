@@ -32,6 +32,8 @@ LOG_TAIL_LINES = 15
 POLL_SECONDS = 0.5
 END_SECONDS = 30.0
 """How long a start that is given up may take to end."""
+EARLIER_LOG_BYTES = 4 << 20
+"""Of the end of an earlier run's log; more than anybody reads."""
 ERROR_PREFIX = "deepinfer: "
 
 
@@ -50,18 +52,21 @@ def start(config: InstanceConfig | None = None) -> None:
     for sentence in unknown_variables(os.environ):
         Console(stderr=True, soft_wrap=True, highlight=False).print(sentence, style="yellow")
     signals = StopSignals()
+    earlier_log = b""
     try:
         with (
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify,
             (path / LOG_FILE).open("a+b") as log_file,
         ):
             notify.bind(str(notify_path(path)))
+            earlier_log = _end_of(log_file)
             child = _start_and_wait(log_file, notify, path, config, console, signals)
     except StopRequested:
         raise KeyboardInterrupt from None
     finally:
         notify_path(path).unlink(missing_ok=True)
         _remove_if_nobody_runs(path, config.instance)
+        _put_back(path, earlier_log)
         signals.close()
     console.print(
         f"Instance {config.instance!r} is ready (process {child.pid}, log {path / LOG_FILE})."
@@ -108,6 +113,19 @@ def _remove_if_nobody_runs(path: Path, instance: str) -> None:
     if path.is_dir() and running_pid(path) is None:
         with contextlib.suppress(DeepInferError):
             RunDirectory.lock(path, instance).close()
+
+
+def _end_of(log_file: BinaryIO) -> bytes:
+    """What an earlier run has left in the log. Leaves the position at the end."""
+    log_file.seek(max(0, log_file.tell() - EARLIER_LOG_BYTES))
+    return log_file.read()
+
+
+def _put_back(path: Path, earlier_log: bytes) -> None:
+    """A start that fails takes its log along. That of a run that ended unexpectedly is still wanted."""
+    if earlier_log and running_pid(path) is None and not (path / LOG_FILE).exists():
+        make_run_directory(path)
+        (path / LOG_FILE).write_bytes(earlier_log)
 
 
 def _spawn(log_file: BinaryIO, path: Path) -> subprocess.Popen[bytes]:

@@ -41,6 +41,17 @@ def test_a_start_that_is_given_up_leaves_nothing(started, short_dir, session_mem
     assert not (short_dir / "run").exists()
 
 
+def test_a_start_that_fails_leaves_the_log_of_an_earlier_run(cli, short_dir):
+    run_dir = short_dir / "run"
+    run_dir.mkdir(mode=0o700)
+    (run_dir / "deepinfer.log").write_text("why it ended\n")
+    failed = cli("start", "--run-dir", run_dir, "--model", short_dir / "none", *FAKE)
+    assert failed.returncode == 2, failed.stderr
+    assert "why it ended" not in failed.stderr
+    assert [entry.name for entry in run_dir.iterdir()] == ["deepinfer.log"]
+    assert (run_dir / "deepinfer.log").read_text() == "why it ended\n"
+
+
 def test_a_killed_start_does_not_keep_the_run_directory(started, cli, short_dir, eventually):
     process, _ = started(*FAKE)
     process.kill()

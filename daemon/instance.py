@@ -167,6 +167,7 @@ class Instance:
         self._tell_state(now)
         if self._stop is None and not self._was_ready:
             self._service.extend_timeout(EXTEND_SECONDS)
+        self._service.deliver()
         if self._watchdog is not None and self._makes_progress(now, self._watchdog):
             self._service.watchdog()
 

@@ -5,58 +5,73 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-from typing import Final
-
-PATIENCE_SECONDS: Final = 2.0
-"""How long to wait for room in a busy manager's queue with what is said only once."""
 
 
 class ServiceManager:
-    """The peer behind $NOTIFY_SOCKET; without it every call does nothing."""
+    """The peer behind $NOTIFY_SOCKET; without it every call does nothing.
+
+    The kernel keeps a few datagrams for a manager that does not read: one that is busy or stopped. What
+    finds no room is kept here, the last of each kind, for `deliver`.
+    """
 
     def __init__(self, address: str | None = None) -> None:
         address = os.environ.get("NOTIFY_SOCKET", "") if address is None else address
         # A leading @ stands for the NUL byte of the abstract namespace.
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._socket: socket.socket | None = None
+        self._unsent: dict[str, str] = {}
+        """By the name before the equals sign, in the order in which it was said."""
         if address:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
 
     def ready(self) -> None:
         """The instance serves."""
-        self._send("READY=1", PATIENCE_SECONDS)
+        self._tell("READY=1")
 
     def status(self, text: str) -> None:
         """One line on what happens now."""
-        self._send("STATUS=" + text.replace("\n", " "))
+        self._tell("STATUS=" + text.replace("\n", " "))
 
     def stopping(self) -> None:
         """The instance has begun to stop."""
-        self._send("STOPPING=1", PATIENCE_SECONDS)
+        self._tell("STOPPING=1")
 
     def watchdog(self) -> None:
         """The instance makes progress."""
-        self._send("WATCHDOG=1")
+        self._tell("WATCHDOG=1")
 
     def extend_timeout(self, seconds: float) -> None:
         """The running start or stop takes that much longer from now on."""
-        self._send(f"EXTEND_TIMEOUT_USEC={round(seconds * 1_000_000)}")
+        self._tell(f"EXTEND_TIMEOUT_USEC={round(seconds * 1_000_000)}")
+
+    def deliver(self) -> None:
+        """Send what has not been sent yet, as far as there is room now."""
+        if self._socket is None:
+            self._unsent.clear()
+        while self._socket is not None and self._unsent:
+            name, text = next(iter(self._unsent.items()))
+            try:
+                self._socket.sendto(text.encode(), socket.MSG_DONTWAIT, self._address)
+            except BlockingIOError:
+                return
+            except OSError:
+                pass  # a manager that does not listen is no reason to fail
+            del self._unsent[name]
 
     def close(self) -> None:
-        """Close the socket. Idempotent."""
+        """Close the socket; what finds no room now is lost. Idempotent."""
+        self.deliver()
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
-    def _send(self, text: str, patience: float = 0.0) -> None:
-        if self._socket is not None:
-            self._socket.settimeout(patience)
-            # A manager that does not listen is no reason to fail.
-            with contextlib.suppress(OSError):
-                self._socket.sendto(text.encode(), self._address)
+    def _tell(self, text: str) -> None:
+        name = text.partition("=")[0]
+        self._unsent.pop(name, None)
+        self._unsent[name] = text
+        self.deliver()
 
 
 def watchdog_seconds() -> float | None:

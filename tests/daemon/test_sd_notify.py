@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -59,16 +58,21 @@ def test_the_watchdog_interval(monkeypatch, environment, seconds):
     assert watchdog_seconds() == seconds
 
 
-def test_ready_waits_for_room_in_a_busy_managers_queue(tmp_path):
+def test_what_finds_no_room_with_a_busy_manager_is_sent_when_there_is_some(tmp_path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(10)
         service = ServiceManager(str(tmp_path / "notify"))
-        for _ in range(1000):
-            service.watchdog()  # does not wait: the queue holds far fewer
-        with ThreadPoolExecutor(1) as pool:
-            told = pool.submit(service.ready)
-            manager.settimeout(10)
-            while manager.recv(100) != b"READY=1":
-                pass
-            told.result(10)
+        for number in range(1000):
+            service.status(f"turn {number}")  # does not wait: the queue holds far fewer
+        service.ready()
+        service.status("serving")
+        received = []
+        while "STATUS=serving" not in received:
+            received.append(manager.recv(100).decode())
+            service.deliver()
+        assert received[-2:] == ["READY=1", "STATUS=serving"]
+        assert "STATUS=turn 999" not in received  # overtaken
+        service.stopping()
         service.close()
+        assert manager.recv(100) == b"STOPPING=1"

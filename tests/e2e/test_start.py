@@ -64,6 +64,19 @@ def test_a_killed_start_does_not_keep_the_run_directory(started, cli, short_dir,
     assert not run_dir.exists()
 
 
+def test_a_start_that_was_stopped_meanwhile_hears_that_the_instance_is_ready(
+    started, cli, short_dir, eventually
+):
+    process, _ = started(*FAKE)
+    process.send_signal(signal.SIGSTOP)  # as a busy machine does, or Ctrl-Z
+    here = ("--run-dir", short_dir / "run")
+    eventually(lambda: cli("status", *here).returncode == 0, 120, "it serves")
+    process.send_signal(signal.SIGCONT)
+    output, errors = process.communicate(timeout=120)
+    assert (process.returncode, "is ready" in output) == (0, True), errors
+    assert cli("stop", *here).returncode == 0
+
+
 def test_commands_tell_the_instance_that_runs_in_the_directory(
     cli, tiny_dir, short_dir, eventually
 ):

@@ -53,8 +53,9 @@ from transport.telemetry_values import SocketStats
 FLUSH_SECONDS = 5
 """How long answers that are complete may take to reach their clients when the process stops."""
 BACKLOG = 2048
-INFORMED_SECONDS = 2.0
-"""How long a new frontend leaves connections in the listener's queue until it knows how things are."""
+INFORMED_SECONDS = 5.0
+"""How long a new frontend leaves connections in the listener's queue until it knows what the router
+serves, where requests may come in. As long as a router may be silent without being replaced."""
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,10 @@ class Frontend:
         self._settings = settings
         self._stop = stop
         self._stop_asked = asyncio.Event()
+        self._told = asyncio.Event()
+        """Whether the daemon has said how things are."""
         self._informed = asyncio.Event()
+        """Whether there is nothing more to wait for before requests are answered."""
         self._status: InstanceStatus | None = None
         """The last one, until the daemon has been told that it is acted on."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -142,6 +146,7 @@ class Frontend:
     def _on_status(self, status: InstanceStatus) -> None:
         self._gate.set_state(status.state, status.reason)
         self._status = status
+        self._told.set()
         self._hold_status()
 
     def _hold_status(self) -> None:
@@ -187,6 +192,7 @@ class Frontend:
         finally:
             loop.remove_reader(self._stop.fd)
             self._server.should_exit = True
+            self._told.set()
             self._informed.set()
             await server
             ticker.cancel()
@@ -195,7 +201,9 @@ class Frontend:
             self._context.destroy(linger=0)
 
     async def _serve_http(self) -> None:
-        # One of several frontends that starts late must not answer 503 where the others serve.
+        # One of several frontends that starts late must not answer 503 where the others serve. A daemon
+        # that does not say how things are ends this process.
+        await self._told.wait()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._informed.wait(), INFORMED_SECONDS)
         listener = socket.socket(fileno=self._settings.listen_fd)

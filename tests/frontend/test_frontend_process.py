@@ -18,6 +18,7 @@ import msgspec
 import pytest
 import zmq
 
+from frontend.run import INFORMED_SECONDS
 from frontend.settings import FrontendSettings
 from frontend.tokenizer.load import load_tokenizer
 from transport.child import ProcessSettings
@@ -53,13 +54,14 @@ BODY = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
 class Peers:
     """Router and daemon: one thread that owns both sockets."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, is_told: bool) -> None:
         self.endpoints = Endpoints(str(run_dir))
         self.context = zmq.Context()
         self.seen: list[Message] = []
         self.ids: list[int] = []
         self.hang = False
         self.has_model = True
+        self.is_told = is_told
         self.commands: list[Message | str] = []
         self.router_context = zmq.Context()
         self.router = RouterSocket(self.router_context, self.endpoints.router)
@@ -126,7 +128,8 @@ class Peers:
         match received.message:
             case Hello():
                 self.daemon.send(NAME, Welcome())
-                self.daemon.send(NAME, InstanceStatus("ready", serial=1))
+                if self.is_told:
+                    self.daemon.send(NAME, InstanceStatus("ready", serial=1))
             case Query(what, serial):
                 self.daemon.send(NAME, Answer(serial), f"about {what}".encode())
 
@@ -155,10 +158,11 @@ class Running:
 
 
 @pytest.fixture
-def running(tmp_path: Path, smollm2_dir: Path) -> Iterator[Running]:
+def running(tmp_path: Path, smollm2_dir: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
+    """A frontend; with the parameter False the daemon does not tell it how things are."""
     run_dir = tmp_path / "r"
     run_dir.mkdir()
-    peers = Peers(run_dir)
+    peers = Peers(run_dir, getattr(request, "param", True))
     peers.ids = load_tokenizer(smollm2_dir).tokenizer.encode("The sky is blue 🌍").ids
     listener = socket.create_server(("127.0.0.1", 0))
     settings = FrontendSettings(
@@ -258,3 +262,18 @@ def test_it_confirms_that_it_lets_requests_in_when_it_does(running):
     running.wait_for(lambda: StatusHeld(3) in peers.seen)
     assert running.request("GET", "/ready")[0] == 200
     assert peers.of_kind(StatusHeld) == [StatusHeld(1), StatusHeld(3)]
+
+
+@pytest.mark.parametrize("running", [False], indirect=True)
+def test_one_that_does_not_know_how_things_are_leaves_clients_waiting_rather_than_refuse(running):
+    """Another frontend on the same listener may serve them."""
+    peers = running.peers
+    answers: list[int] = []
+    client = threading.Thread(target=lambda: answers.append(running.request("GET", "/ready")[0]))
+    client.start()
+    running.wait_for(lambda: StateChanged("ready") in peers.seen)
+    client.join(INFORMED_SECONDS + 1)
+    assert answers == []
+    peers.commands.append(InstanceStatus("ready", serial=1))
+    client.join(60)
+    assert answers == [200]

@@ -21,8 +21,9 @@ from transport.ids import ProcessName
 from transport.messages import Answer, Message, ProcessCommand, Query, StopInstance
 from transport.sockets import DealerSocket, Endpoints, Received
 
-STOP_SECONDS: Final = 5.0
-"""How long the daemon may take to say that it will stop."""
+STOP_SECONDS: Final = 30.0
+"""How long the daemon may take to say that it will stop. Long: one that was starved for a while does
+stop, and who was told that it does not answer would not know."""
 LOOK_SECONDS: Final = 0.25
 """While waiting, we look this often whether the daemon is still there."""
 

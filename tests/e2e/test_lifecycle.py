@@ -270,8 +270,15 @@ def test_answers_survive_the_loss_of_their_worker(serve, eventually, dp):
             got = [next(events)]
             with one_event_at_a_time(workers) as go_on:
                 reply = pool.submit(server.post, "/v1/completions", sampled)
+
+                def rows_of_now() -> list[dict]:
+                    """What the router tells is up to a heartbeat old, or more: until it knows of what
+                    we have got. An event has one token at least."""
+                    rows = server.ask("requests")
+                    return rows if rows and rows[0]["output_tokens"] >= len(got) else []
+
                 # Both are far from their end when one of the workers dies, however slow we look.
-                while not (rows := begun(server, 2)):
+                while not begun(rows := eventually(rows_of_now, 60, "the router tells"), 2):
                     with go_on():
                         got.append(next(events))
                 os.kill(server.pids()[f"worker/{rows[0]['rank']}"], signal.SIGKILL)
@@ -309,9 +316,8 @@ def one_event_at_a_time(pids: list[int]):
         send(signal.SIGCONT)
 
 
-def begun(server, count: int) -> list[dict]:
-    rows = server.ask("requests")
-    return rows if len(rows) == count and all(row["output_tokens"] for row in rows) else []
+def begun(rows: list[dict], count: int) -> bool:
+    return len(rows) == count and all(row["output_tokens"] for row in rows)
 
 
 def text_of(events: list[dict]) -> str:

@@ -140,17 +140,22 @@ def test_keys_of_a_file_open_the_api(serve, tmp_path):
         assert "secret-one" not in server.log
 
 
-def test_metrics_can_be_scraped_and_have_the_names_of_dashboards(tiny_server):
+def test_metrics_can_be_scraped_and_have_the_names_of_dashboards(tiny_server, eventually):
     tiny_server.post("/v1/completions", {"prompt": "hello", "max_tokens": 4, "ignore_eos": True})
-    reply = tiny_server.get("/metrics")
-    assert reply.headers["content-type"].startswith("text/plain")
-    families = {f.name: f for f in text_string_to_metric_families(reply.body.decode())}
-    for name in (
+    names = [
         "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "request_success",
         "time_to_first_token_seconds", "inter_token_latency_seconds", "num_preemptions",
         "e2e_request_latency_seconds", "prompt_tokens", "generation_tokens",
-    ):  # fmt: skip
-        assert f"deepinfer:{name}" in families, name
+    ]  # fmt: skip
+
+    def scrape() -> dict:
+        reply = tiny_server.get("/metrics")
+        assert reply.headers["content-type"].startswith("text/plain")
+        found = {f.name: f for f in text_string_to_metric_families(reply.body.decode())}
+        return found if all(f"deepinfer:{name}" in found for name in names) else {}
+
+    # Each process tells what it has counted in its own time.
+    families = eventually(scrape, SECONDS, f"all of {names} are there")
     assert families["deepinfer:kv_cache_usage_perc"].samples[0].labels == {"rank": "0"}
     assert tiny_server.get("/deepinfer/metrics").status == 200
 

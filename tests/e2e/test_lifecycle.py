@@ -291,7 +291,8 @@ def test_answers_survive_the_loss_of_their_worker(serve, eventually, dp):
         assert found["usage"] == wanted_sampled["usage"]
         server.ready()
         moved = sum(row["rank"] == rows[0]["rank"] for row in rows)
-        assert server.metric("request_migrations_total") == moved
+        migrations = "request_migrations_total"
+        eventually(lambda: server.metric(migrations) == moved, 60, f"it has counted {moved}")
 
 
 @contextlib.contextmanager

@@ -88,7 +88,8 @@ def test_answers_do_not_depend_on_the_cache_and_nothing_is_left(serve, eventuall
         assert seen["edited"] > 3 < seen["abandoned"]
         eventually(lambda: server.metric("hicache_hits_total") > 5, 60, "hits")
         assert server.metric("hicache_pages") == HOST_PAGES
-        assert server.metric("hicache_evicted_pages_total") > 3 * HOST_PAGES
-        assert server.metric("num_preemptions_total") > 0, "the device was never short of pages"
+        evicted = "hicache_evicted_pages_total"
+        eventually(lambda: server.metric(evicted) > 3 * HOST_PAGES, 60, "it was short of room")
+        eventually(lambda: server.metric("num_preemptions_total") > 0, 60, "so was the device")
         assert server.pids() == pids
         assert "Traceback" not in server.log

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from daemon.supervisor import Child
 from transport.ids import ProcessName
-from transport.messages import (
-    InstanceState,
-)
+from transport.messages import InstanceState
 from transport.telemetry_values import SocketStats
 
 

@@ -6,9 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from transport.messages import (
-    Snapshot,
-)
+from transport.messages import Snapshot
 from transport.telemetry_values import HistogramValue, SocketStats
 
 Labels = tuple[str, ...]

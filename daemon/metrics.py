@@ -25,9 +25,7 @@ from daemon.metric_totals import Labels, Totals, rank_labels
 from daemon.metrics_catalog import BY_NAME, PREFIX, Kind, Metric
 from daemon.process_usage import ProcessUsage
 from daemon.supervisor import Child
-from transport.messages import (
-    Snapshot,
-)
+from transport.messages import Snapshot
 from transport.telemetry_values import HistogramValue
 
 DAEMON_NAME = "daemon"

@@ -16,11 +16,7 @@ from transport.child import ProcessSettings
 from transport.daemon_link import LinkError, RouterRefusedError
 from transport.fd_reader import AsyncDealer
 from transport.framing import Payload
-from transport.messages import (
-    PROTOCOL_VERSION,
-    Hello,
-    Message,
-)
+from transport.messages import PROTOCOL_VERSION, Hello, Message
 from transport.sockets import DealerSocket, Endpoints, Received
 from transport.telemetry_values import SocketStats
 

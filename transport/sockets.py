@@ -15,10 +15,7 @@ import zmq
 
 from transport.framing import Payload, decode_header, encode_header
 from transport.ids import ProcessName
-from transport.messages import (
-    AnyMessage,
-    Message,
-)
+from transport.messages import AnyMessage, Message
 from transport.telemetry_values import SocketStats
 
 LINGER_MS = 500

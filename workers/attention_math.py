@@ -141,9 +141,8 @@ def _attend_masked(
 def _masked_block(
     query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scaling: float
 ) -> Tensor:
-    if (
-        query.shape[0] == 1
-    ):  # PyTorch's kernel reads a mask wrongly for one query row and broadcast heads
+    # PyTorch's kernel reads a mask wrongly for one query row and broadcast heads.
+    if query.shape[0] == 1:
         return _attend_one_token(query[None], key[None], value[None], allowed[None], scaling)
     return _attend_broadcast(query[None], key[None], value[None], allowed, False, scaling)
 

@@ -37,11 +37,7 @@ from daemon.run_directory import RunDirectory
 from daemon.state_report import answer
 from transport.cache_report import CacheContent, PrefixMiss, PrefixUse
 from transport.ids import ProcessName, RequestId
-from transport.messages import (
-    RequestRow,
-    Snapshot,
-    StageTimes,
-)
+from transport.messages import RequestRow, Snapshot, StageTimes
 from transport.sockets import Endpoints
 from transport.telemetry import MetricSet
 from transport.telemetry_values import QueueStats, SocketStats

@@ -14,9 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from daemon.metrics import MetricsExporter
 from daemon.metrics_catalog import BY_NAME, METRICS, markdown_table
-from transport.messages import (
-    Snapshot,
-)
+from transport.messages import Snapshot
 from transport.telemetry import MetricSet
 from transport.telemetry_values import QueueStats, SocketStats
 

@@ -119,7 +119,7 @@ def left_over(server) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_a_thousand_clients_that_leave_leave_nothing(serve, eventually):
+def test_a_thousand_clients_that_leave_leave_nothing(serve, eventually, within):
     clients = [Client(*how) for how in itertools.product(WAYS, MOMENTS, (True, False))] * ROUNDS
     random.Random(3).shuffle(clients)
     assert len(clients) >= 1000
@@ -137,7 +137,7 @@ def test_a_thousand_clients_that_leave_leave_nothing(serve, eventually):
         descriptors = frontend.num_fds()
 
         asyncio.run(visit_all(server.address, clients))
-        eventually(lambda: not left_over(server), SETTLE_SECONDS, "all tables are empty")
+        eventually(lambda: not left_over(server), within(1.0), "all tables are empty")
 
         for check, what in (
             (lambda: frontend.num_fds() <= descriptors, "its connections are closed"),

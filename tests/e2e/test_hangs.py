@@ -23,16 +23,16 @@ def server(serve):
         yield server
 
 
-def wait_ready(server, eventually, wanted: bool) -> None:
+def wait_ready(server, eventually, wanted: bool, seconds: float = SECONDS) -> None:
     eventually(
         lambda: (server.ask("status")["state"] == "ready") is wanted,
-        SECONDS,
+        seconds,
         f"ready is {wanted}",
     )
 
 
 @pytest.mark.parametrize("name", ["worker/0", "tokenizer/0"])
-def test_a_stopped_process_is_replaced_and_answers_go_on(server, eventually, name):
+def test_a_stopped_process_is_replaced_and_answers_go_on(server, eventually, within, name):
     undisturbed = server.post("/v1/completions", BODY, JSON).json["choices"][0]["text"]
     pid = server.pids()[name]
     pieces = []
@@ -42,7 +42,7 @@ def test_a_stopped_process_is_replaced_and_answers_go_on(server, eventually, nam
             if len(pieces) == 5:
                 os.kill(pid, signal.SIGSTOP)
                 # Until it is replaced and has loaded, long after it was found silent.
-                eventually(lambda: server.get("/ready").status == 503, SECONDS, "not ready")
+                eventually(lambda: server.get("/ready").status == 503, within(2.0), "not ready")
                 assert server.get("/health").status == 200
     assert "".join(pieces) == undisturbed
     wait_ready(server, eventually, wanted=True)
@@ -50,12 +50,12 @@ def test_a_stopped_process_is_replaced_and_answers_go_on(server, eventually, nam
     assert server.post("/v1/completions", BODY, JSON).json["choices"][0]["text"] == undisturbed
 
 
-def test_a_process_that_goes_on_in_time_is_kept(serve, eventually):
+def test_a_process_that_goes_on_in_time_is_kept(serve, eventually, within):
     with serve(engine="fake", hang_seconds=120) as server:
         server.ready()
         pid = server.pids()["worker/0"]
         os.kill(pid, signal.SIGSTOP)
-        wait_ready(server, eventually, wanted=False)
+        wait_ready(server, eventually, wanted=False, seconds=within(1.0))
         os.kill(pid, signal.SIGCONT)
         wait_ready(server, eventually, wanted=True)
         assert server.pids()["worker/0"] == pid

@@ -60,7 +60,7 @@ def stages_of_all(server) -> list[str]:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_client_that_leaves_frees_its_pages(fake_server, eventually, path):
+def test_a_client_that_leaves_frees_its_pages(fake_server, eventually, within, path):
     server = fake_server
     # An event per token, also where the fake engine's tokens have no text.
     logprobs = True if "chat" in path else 1
@@ -73,24 +73,24 @@ def test_a_client_that_leaves_frees_its_pages(fake_server, eventually, path):
         # Worker and router tell what they know each in their own time.
         eventually(lambda: stages_of_all(server) == ["running"], SECONDS, "the router knows of it")
         stream.hang_up()
-        wait_for_nothing(server, eventually)
+        wait_for_nothing(server, eventually, within)
     wait_for_aborted(server, eventually, aborted + 1)
 
 
-def test_leaving_before_a_whole_answer_frees_its_pages(fake_server, eventually):
+def test_leaving_before_a_whole_answer_frees_its_pages(fake_server, eventually, within):
     server = fake_server
     aborted = server.metric("num_aborted_requests_total")
     connection = http.client.HTTPConnection(*server.address, timeout=30)
     connection.request("POST", "/v1/completions", json.dumps(LONG))
     eventually(lambda: server.ask("cache")[0]["pages_used"], SECONDS, "it has pages")
     connection.close()
-    wait_for_nothing(server, eventually)
+    wait_for_nothing(server, eventually, within)
     wait_for_aborted(server, eventually, aborted + 1)
 
 
-def wait_for_nothing(server, eventually) -> None:
-    eventually(lambda: not server.ask("cache")[0]["pages_used"], SECONDS, "the pages are free")
-    eventually(lambda: server.ask("requests") == [], SECONDS, "the router has forgotten it")
+def wait_for_nothing(server, eventually, within) -> None:
+    eventually(lambda: not server.ask("cache")[0]["pages_used"], within(1.0), "the pages are free")
+    eventually(lambda: server.ask("requests") == [], within(1.0), "the router has forgotten it")
 
 
 def wait_for_aborted(server, eventually, count: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.process_session import session_members
-from daemon.inspection_client import InspectionClient
+from daemon.inspection.inspection_client import InspectionClient
 
 SHARED_MEMORY = Path("/dev/shm")
 

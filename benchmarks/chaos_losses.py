@@ -17,7 +17,7 @@ import msgspec
 from benchmarks.chaos_causes import Loss
 from benchmarks.chaos_requests import Asked, ask, get_status
 from daemon.errors import DeepInferError
-from daemon.inspection_client import InspectionClient
+from daemon.inspection.inspection_client import InspectionClient
 
 LOOK_SECONDS: Final = 0.1
 CALM_SECONDS: Final = 120.0

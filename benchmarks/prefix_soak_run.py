@@ -22,7 +22,7 @@ from benchmarks.chaos_causes import Failure
 from benchmarks.chaos_requests import Answer, Asked, ask
 from benchmarks.prefix_turns import KnownTurn, KnownTurns
 from daemon.cli.check.api_client import ApiClient
-from daemon.inspection_client import InspectionClient
+from daemon.inspection.inspection_client import InspectionClient
 
 LEAVING: Final = 0.08
 """Share of the requests whose client goes away."""

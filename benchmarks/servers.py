@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from daemon.inspection_client import InspectionClient
+from daemon.inspection.inspection_client import InspectionClient
 
 START_SECONDS = 120.0
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from frontend.errors import ApiError
+from frontend.links.router_client import RouterClient
 from frontend.metrics import FrontendMetrics
 from frontend.request_schema.limits import ModelLimits
-from frontend.router_client import RouterClient
 from frontend.settings import FrontendSettings
-from transport.messages import InstanceState
+from transport.messages.control import InstanceState
 
 ADMITTING: frozenset[InstanceState] = frozenset({"ready", "degraded"})
 """A degraded instance has lost a process that is being started again: what is left of it serves on,

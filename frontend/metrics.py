@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from frontend.choice_stream import ChoiceStream
-from transport.telemetry import TOKEN_BOUNDS, MetricSet
+from frontend.generation.choice_stream import ChoiceStream
+from transport.telemetry.metrics import TOKEN_BOUNDS, MetricSet
 
 STREAM_BUFFERS = "stream_buffer_bytes"
 

@@ -15,40 +15,35 @@ import uvicorn
 import uvloop
 import zmq
 
-from frontend.app import FrontendApp
-from frontend.auth import ApiKeys, ApiKeysError
-from frontend.daemon_client import DaemonClient
 from frontend.errors import ApiError
 from frontend.gate import Gate
-from frontend.http_protocol import with_limits
+from frontend.generation.text_decoding import TokenTexts
+from frontend.http.app import FrontendApp
+from frontend.http.auth import ApiKeys, ApiKeysError
+from frontend.http.protocol import with_limits
+from frontend.links.daemon_client import DaemonClient
+from frontend.links.router_client import RouterClient
+from frontend.links.router_line import RouterLine
 from frontend.metrics import FrontendMetrics
-from frontend.router_client import RouterClient
-from frontend.router_line import RouterLine
 from frontend.services import TICK_SECONDS, Services
 from frontend.settings import FrontendSettings
-from frontend.text_decoding import TokenTexts
 from frontend.tokenizer.detokenizer import Detokenizer
 from frontend.tokenizer.errors import TokenizerLoadError
 from frontend.tokenizer.load import load_tokenizer
 from transport.child import EXIT_FATAL, ProcessSettings, StopFlag, enter_process
-from transport.daemon_link import (
+from transport.links.daemon import (
     DaemonLink,
     LinkError,
     RouterRefusedError,
     SocketTelemetry,
     exit_code_of,
 )
-from transport.messages import (
-    CacheCommand,
-    InstanceStatus,
-    Query,
-    RequestRow,
-    Serving,
-    StatusHeld,
-)
+from transport.messages.control import CacheCommand, InstanceStatus, Query, StatusHeld
+from transport.messages.telemetry import RequestRow
+from transport.messages.to_frontend import Serving
 from transport.sockets import Received
-from transport.telemetry import MetricSet
-from transport.telemetry_values import SocketStats
+from transport.telemetry.metrics import MetricSet
+from transport.telemetry.values import SocketStats
 
 FLUSH_SECONDS = 5
 """How long answers that are complete may take to reach their clients when the process stops."""

@@ -6,19 +6,19 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from frontend.auth import ApiKeys
-from frontend.body_limits import BodyLimits
-from frontend.call import Call
 from frontend.errors import ApiError
 from frontend.gate import Gate
-from frontend.job import Job
+from frontend.generation.job import Job
+from frontend.generation.text_decoding import TokenTexts
+from frontend.http.auth import ApiKeys
+from frontend.http.body_limits import BodyLimits
+from frontend.http.call import Call
+from frontend.http.stream_buffer import StreamBuffer
+from frontend.links.router_client import RouterClient
 from frontend.metrics import FrontendMetrics
 from frontend.request_schema.prompts import GenerationRequest
-from frontend.router_client import RouterClient
 from frontend.settings import FrontendSettings
-from frontend.stream_buffer import StreamBuffer
-from frontend.text_decoding import TokenTexts
-from transport.messages import CacheCommand, Query
+from transport.messages.control import CacheCommand, Query
 
 TICK_SECONDS = 0.5
 

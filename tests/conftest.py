@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from daemon.default_model import DefaultModelError, ensure_default_model
+from daemon.default_model.fetch import DefaultModelError, ensure_default_model
 
 # As the daemon starts its workers: threads of torch that wait must not spin. Before torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

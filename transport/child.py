@@ -21,7 +21,7 @@ import setproctitle
 
 from transport.ids import ProcessName
 from transport.logs import configure_logging
-from transport.messages import Role
+from transport.messages.base import Role
 
 PR_SET_PDEATHSIG = 1
 EXIT_FATAL = 78

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 
 from transport.framing import BadMessage, Payload
-from transport.messages import Message
+from transport.messages.base import Message
 from transport.sockets import DealerSocket, Received
 
 BATCH = 256

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from transport.messages import AnyMessage, Message
+from transport.messages.any import AnyMessage
+from transport.messages.base import Message
 
 Payload = bytes | bytearray | memoryview | zmq.Frame
 

@@ -15,8 +15,9 @@ import zmq
 
 from transport.framing import Payload, decode_header, encode_header
 from transport.ids import ProcessName
-from transport.messages import AnyMessage, Message
-from transport.telemetry_values import SocketStats
+from transport.messages.any import AnyMessage
+from transport.messages.base import Message
+from transport.telemetry.values import SocketStats
 
 LINGER_MS = 500
 HIGH_WATER_MARK = 20_000

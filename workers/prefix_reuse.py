@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from hicache.cache.outcomes import Announcement, Hit, StorePlan
+from hicache.cache.prefix_cache import PrefixCache
 from hicache.keys import PromptKeys
-from hicache.outcomes import Announcement, Hit, StorePlan
-from hicache.prefix_cache import PrefixCache
 from workers.prefix_demand import PrefixDemand
 from workers.prefix_waits import PrefixWaits
-from workers.sequence import Sequence
+from workers.scheduling.sequence import Sequence
 
 
 class PrefixReuse:

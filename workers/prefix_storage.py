@@ -7,15 +7,15 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
+from hicache.cache.prefix_cache import PrefixCache
 from hicache.errors import HostPoolError
-from hicache.host_pool import HostPool, PoolGeometry
-from hicache.prefix_cache import PrefixCache
-from hicache.segment import check_segment
-from transport.cache_report import CacheContent, PrefixMiss, PrefixUse
-from transport.messages import CacheAction
-from transport.telemetry import MetricSet
-from workers.engine import CacheLayout, Engine, EngineError, ModelLoadError
-from workers.host_memory import available_host_memory
+from hicache.pool.host_pool import HostPool, PoolGeometry
+from hicache.pool.segment import check_segment
+from transport.messages.cache_report import CacheContent, PrefixMiss, PrefixUse
+from transport.messages.control import CacheAction
+from transport.telemetry.metrics import MetricSet
+from workers.contract import CacheLayout, Engine, EngineError, ModelLoadError
+from workers.engine.host_memory import available_host_memory
 from workers.prefix_reuse import PrefixReuse
 from workers.prefix_telemetry import PrefixTelemetry
 from workers.prefix_transfer import PrefixTransfers

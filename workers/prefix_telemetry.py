@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hicache.outcomes import MissReason, SkipReason
+from hicache.cache.outcomes import MissReason, SkipReason
 from workers.prefix_transfer import DIRECTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hicache.stats import CacheStats
-    from transport.telemetry import MetricSet
+    from hicache.cache.stats import CacheStats
+    from transport.telemetry.metrics import MetricSet
     from workers.prefix_transfer import Direction, TransferCounts
 
 

@@ -14,13 +14,13 @@ from typing import Final, Literal
 
 import numpy as np
 
+from hicache.cache.index import NO_SLOT
+from hicache.cache.outcomes import Hit
+from hicache.cache.prefix_cache import PrefixCache
+from hicache.copies.row_copy import PendingCopy
 from hicache.errors import HostPoolError
-from hicache.host_pool import HostPool
-from hicache.index import NO_SLOT
-from hicache.outcomes import Hit
-from hicache.prefix_cache import PrefixCache
-from hicache.row_copy import PendingCopy
-from workers.engine import CacheCopies, EngineError, PrefixLoad, PrefixStore
+from hicache.pool.host_pool import HostPool
+from workers.contract import CacheCopies, EngineError, PrefixLoad, PrefixStore
 
 Direction = Literal["up", "down"]
 DIRECTIONS: Final[tuple[Direction, ...]] = ("up", "down")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workers.sequence import PrefixWait, Sequence
+from workers.scheduling.sequence import PrefixWait, Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from hicache.cache.outcomes import Announcement
+    from hicache.cache.prefix_cache import PrefixCache
     from hicache.keys import PromptKeys
-    from hicache.outcomes import Announcement
-    from hicache.prefix_cache import PrefixCache
 
 
 class PrefixWaits:

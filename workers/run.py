@@ -14,27 +14,27 @@ import msgspec
 import zmq
 
 from transport.child import EXIT_AGAIN, EXIT_FATAL, StopFlag, enter_process
-from transport.daemon_link import (
+from transport.links.daemon import (
     DaemonLink,
     LinkError,
     RouterRefusedError,
     SocketTelemetry,
     exit_code_of,
 )
-from transport.messages import PROTOCOL_VERSION, Hello
+from transport.messages.base import PROTOCOL_VERSION, Hello
 from transport.sockets import DealerSocket, Endpoints
-from transport.telemetry import MetricSet
+from transport.telemetry.metrics import MetricSet
+from workers.contract import Engine, EngineError, ModelLoadError
 from workers.daemon_inbox import DaemonInbox
-from workers.engine import Engine, EngineError, ModelLoadError
-from workers.engine_settings import EngineSettings
-from workers.fake_engine import FakeEngine, FakeEngineSettings
+from workers.engine.fake import FakeEngine, FakeEngineSettings
+from workers.engine.settings import EngineSettings
 from workers.prefix_storage import (
     PoolOrder,
     PrefixStorage,
     check_prefix_storage,
     open_prefix_storage,
 )
-from workers.scheduler import Scheduler
+from workers.scheduling.scheduler import Scheduler
 from workers.settings import WorkerSettings
 from workers.worker import Worker, WorkerTelemetry
 
@@ -176,10 +176,10 @@ def create_engine(settings: WorkerSettings, link: DaemonLink) -> Engine:
     )
     # Imported here: the fake engine, and so every protocol test, starts without torch.
     if model_type(settings.model_dir) in DEEPSEEK_V41_TYPES:
-        from workers.models.deepseek_v41.engine import create_deepseek_v41_engine  # noqa: PLC0415
+        from workers.models.deepseek_v41.model.engine import create_deepseek_v41_engine  # noqa: PLC0415
 
         return create_deepseek_v41_engine(wanted)
-    from workers.torch_engine import create_torch_engine  # noqa: PLC0415
+    from workers.engine.torch_engine import create_torch_engine  # noqa: PLC0415
 
     return create_torch_engine(wanted)
 
@@ -197,7 +197,7 @@ def _device_bytes(settings: WorkerSettings) -> Callable[[], int] | None:
     """What tells the GPU memory of this process; None: it uses no GPU."""
     if settings.engine == "fake" or settings.accelerator != "nvidia":
         return None
-    from workers.device import reserved_bytes  # noqa: PLC0415  as above: torch
+    from workers.engine.device import reserved_bytes  # noqa: PLC0415  as above: torch
 
     return partial(reserved_bytes, settings.device_index)
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from hicache.copy_choice import CopyChoice
+from hicache.copies.copy_choice import CopyChoice
 from transport.child import ProcessSettings
 
 Accelerator = Literal["cpu", "nvidia"]

@@ -11,35 +11,25 @@ import msgspec
 import numpy as np
 import zmq
 
-from transport.cache_report import CacheContent
 from transport.child import StopFlag
-from transport.daemon_link import DaemonLink, RouterRefusedError
 from transport.framing import BadMessage, read_tokens, token_frame
 from transport.ids import ProcessName, RequestId
-from transport.messages import (
-    CacheCommand,
-    Cancel,
-    CommandDone,
-    Hello,
-    Message,
-    ModelInfo,
-    Refused,
-    SequenceFailed,
-    Start,
-    Throttle,
-    TokenBatch,
-    Welcome,
-    WorkerReady,
-)
+from transport.links.daemon import DaemonLink, RouterRefusedError
+from transport.messages.base import Hello, Message, Refused, Welcome
+from transport.messages.cache_report import CacheContent
+from transport.messages.control import CacheCommand, CommandDone
+from transport.messages.generate import Cancel, ModelInfo, Throttle, TokenBatch
+from transport.messages.to_router import SequenceFailed, WorkerReady
+from transport.messages.to_worker import Start
 from transport.sockets import DealerSocket, Received
-from transport.telemetry import MetricSet
+from transport.telemetry.metrics import MetricSet
+from workers.contract import Engine, EngineInfo
 from workers.daemon_inbox import DaemonInbox
-from workers.engine import Engine, EngineInfo
 from workers.idle_check import IdleCheck
 from workers.prefix_storage import PrefixStorage
-from workers.random_seed import choice_seed
-from workers.scheduler import Scheduler, StepOutput, TokenRow
-from workers.sequence import Sequence
+from workers.sampling.random_seed import choice_seed
+from workers.scheduling.scheduler import Scheduler, StepOutput, TokenRow
+from workers.scheduling.sequence import Sequence
 
 DEVICE_SECONDS = 1.0
 """Time between two looks at the device's memory."""

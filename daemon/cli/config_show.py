@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from daemon.cli.inspect.session import AsJson, print_json
-from daemon.config import InstanceConfig
-from daemon.config_sources import provenance
+from daemon.configuration.config import InstanceConfig
+from daemon.configuration.sources import provenance
 
 UNFOLDED_COLUMNS: Final = 10_000
 """A file or a pipe is as wide as the values need."""

@@ -18,7 +18,7 @@ from daemon.cli.status import status
 from daemon.cli.stop import stop
 from daemon.cli.systemd import systemd_app
 from daemon.cli.top import top
-from daemon.config_sources import SOURCES
+from daemon.configuration.sources import SOURCES
 from daemon.errors import EXIT_USAGE, DeepInferError
 
 app = App(

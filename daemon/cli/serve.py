@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 
-from daemon.config import InstanceConfig
-from daemon.config_sources import unknown_variables
-from daemon.stop_signals import StopRequested, StopSignals
+from daemon.configuration.config import InstanceConfig
+from daemon.configuration.sources import unknown_variables
+from daemon.system.stop_signals import StopRequested, StopSignals
 from transport.logs import configure_logging
 
 log = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ def serve(config: InstanceConfig | None = None) -> None:
     With no options it serves a small chat model on http://127.0.0.1:8888.
     """
     # Imported here: the other commands do not wait for what only a daemon needs.
-    from daemon.run_instance import run_instance  # noqa: PLC0415
+    from daemon.instance.run_instance import run_instance  # noqa: PLC0415
 
     config = config or InstanceConfig()
     configure_logging("daemon", config.log_level)

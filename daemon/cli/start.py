@@ -14,10 +14,10 @@ from typing import BinaryIO
 
 from rich.console import Console
 
-from daemon.config import InstanceConfig
-from daemon.config_sources import unknown_variables
+from daemon.configuration.config import InstanceConfig
+from daemon.configuration.sources import unknown_variables
 from daemon.errors import EXIT_FAILED, DeepInferError
-from daemon.run_directory import (
+from daemon.system.run_directory import (
     LOG_FILE,
     RunDirectory,
     already_running,
@@ -26,7 +26,7 @@ from daemon.run_directory import (
     notify_path,
     running_pid,
 )
-from daemon.stop_signals import StopRequested, StopSignals
+from daemon.system.stop_signals import StopRequested, StopSignals
 
 LOG_TAIL_LINES = 15
 POLL_SECONDS = 0.5

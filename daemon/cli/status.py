@@ -11,7 +11,7 @@ from rich.console import Console
 
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.errors import EXIT_FAILED
-from daemon.inspection_client import InspectionClient
+from daemon.inspection.inspection_client import InspectionClient
 
 ASK_SECONDS = 5.0
 

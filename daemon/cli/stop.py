@@ -14,8 +14,8 @@ from rich.console import Console
 
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.errors import DeepInferError
-from daemon.inspection_client import InspectionClient
-from daemon.run_directory import instance_name, not_running, running_pid
+from daemon.inspection.inspection_client import InspectionClient
+from daemon.system.run_directory import instance_name, not_running, running_pid
 from transport.sockets import Endpoints
 
 CLEAN_UP_SECONDS = 40.0

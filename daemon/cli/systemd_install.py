@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from daemon.errors import ConfigurationError, DeepInferError
-from daemon.unit_files import (
+from daemon.system.unit_files import (
     DEFAULT_PREFIX,
     cannot_write,
     closed_directory,

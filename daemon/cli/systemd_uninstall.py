@@ -14,7 +14,7 @@ from daemon.cli.systemd_install import (
     reload_systemd,
 )
 from daemon.errors import DeepInferError
-from daemon.unit_files import DEFAULT_PREFIX, cannot_write, unit_files
+from daemon.system.unit_files import DEFAULT_PREFIX, cannot_write, unit_files
 
 
 def uninstall(*, root: Root = Path("/"), prefix: Prefix = DEFAULT_PREFIX) -> None:

@@ -8,8 +8,8 @@ from typing import Final
 
 from cyclopts import Parameter
 
-from daemon.config import ConfigFile, InstanceName, RunDir
-from daemon.run_directory import find_run_directory
+from daemon.configuration.config import ConfigFile, InstanceName, RunDir
+from daemon.system.run_directory import find_run_directory
 
 
 @Parameter(name="*")

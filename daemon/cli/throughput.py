@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-from daemon.report_types import StatusReport, WorkDone
+from daemon.inspection.report_types import StatusReport, WorkDone
 
 WINDOW_SECONDS: Final = 5.0
 """Processes report twice a second, so a shorter window would mostly show when they did."""

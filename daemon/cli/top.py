@@ -24,8 +24,8 @@ from daemon.cli.inspect.session import (
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.cli.throughput import Rates, Throughput
 from daemon.cli.units import duration, rate
-from daemon.inspection_client import InspectionClient
-from daemon.report_types import StateReport, StatusReport
+from daemon.inspection.inspection_client import InspectionClient
+from daemon.inspection.report_types import StateReport, StatusReport
 
 FIXED_LINES: Final = 11
 """Header, throughput, headings, blank lines and the count of what is hidden."""

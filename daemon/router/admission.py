@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from daemon.router.request import Request
 from daemon.router.settings import RouterSettings
 from transport.ids import RequestId
-from transport.messages import RequestFailed
+from transport.messages.generate import RequestFailed
 
 
 @dataclass

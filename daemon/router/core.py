@@ -21,24 +21,21 @@ from daemon.router.roster import Roster
 from daemon.router.settings import RouterSettings
 from transport.framing import Payload, read_tokens
 from transport.ids import ProcessName, RequestId
-from transport.messages import (
+from transport.messages.base import Message
+from transport.messages.generate import (
     ALL_CHOICES,
     RUNNING,
     Cancel,
     CancelCause,
     Encode,
     Encoded,
-    Finished,
-    Message,
     RequestFailed,
-    RequestRow,
-    SequenceFailed,
-    Serving,
-    Submit,
     Throttle,
     TokenBatch,
-    WorkerReady,
 )
+from transport.messages.telemetry import RequestRow
+from transport.messages.to_frontend import Finished, Serving
+from transport.messages.to_router import SequenceFailed, Submit, WorkerReady
 from transport.sockets import Received
 
 MAX_ROWS: Final = 1000

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from daemon.router.request import Request, Stage
 from transport.ids import ProcessName
-from transport.telemetry import Counter, MetricSet, QueueGauge
+from transport.telemetry.metrics import Counter, MetricSet, QueueGauge
 
 STAGES: tuple[Stage, ...] = ("received", "tokenizing", "queued", "running")
 

@@ -13,7 +13,8 @@ from typing import Literal, Protocol
 
 from transport.framing import Payload
 from transport.ids import ProcessName, RequestId
-from transport.messages import ALL_CHOICES, Cancel, Message, TokenBatch
+from transport.messages.base import Message
+from transport.messages.generate import ALL_CHOICES, Cancel, TokenBatch
 from transport.sockets import Received
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from transport.messages import ModelInfo, PromptKind, SamplingParams
+from transport.messages.generate import ModelInfo, PromptKind, SamplingParams
 
 
 @dataclass(frozen=True)

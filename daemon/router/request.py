@@ -10,7 +10,9 @@ import numpy.typing as npt
 
 from transport.framing import Payload, token_frame
 from transport.ids import ProcessName, RequestId
-from transport.messages import PromptKind, RequestRow, SamplingParams, StageTimes, Start
+from transport.messages.generate import PromptKind, SamplingParams, StageTimes
+from transport.messages.telemetry import RequestRow
+from transport.messages.to_worker import Start
 
 Stage = Literal["received", "tokenizing", "queued", "running", "finished"]
 NO_RANK = -1

@@ -9,7 +9,8 @@ import msgspec
 
 from daemon.router.settings import RouterSettings
 from transport.ids import ProcessName, process_name
-from transport.messages import ModelInfo, WorkerReady
+from transport.messages.generate import ModelInfo
+from transport.messages.to_router import WorkerReady
 
 FUTILE_STARTS: Final = 3
 """Processes of one name that were lost in a row before they served: the next one is not hoped for."""

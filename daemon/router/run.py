@@ -16,30 +16,17 @@ from daemon.router.outbox import Outbox, Outgoing
 from daemon.router.settings import RouterSettings
 from daemon.router.tap import Tap
 from transport.child import StopFlag, enter_process
-from transport.daemon_link import DaemonLink, LinkError, exit_code_of
 from transport.framing import BadMessage
 from transport.ids import ProcessName
-from transport.messages import (
-    PROTOCOL_VERSION,
-    Cancel,
-    Drain,
-    Encode,
-    Encoded,
-    Hello,
-    PeerLost,
-    Refused,
-    RequestFailed,
-    RequestRow,
-    SequenceFailed,
-    Submit,
-    Throttle,
-    TokenBatch,
-    Welcome,
-    WorkerReady,
-)
+from transport.links.daemon import DaemonLink, LinkError, exit_code_of
+from transport.messages.base import PROTOCOL_VERSION, Hello, Refused, Welcome
+from transport.messages.control import Drain, PeerLost
+from transport.messages.generate import Cancel, Encode, Encoded, RequestFailed, Throttle, TokenBatch
+from transport.messages.telemetry import RequestRow
+from transport.messages.to_router import SequenceFailed, Submit, WorkerReady
 from transport.sockets import CountingSocket, Endpoints, Received, RouterSocket
-from transport.telemetry import MetricSet
-from transport.telemetry_values import SocketStats
+from transport.telemetry.metrics import MetricSet
+from transport.telemetry.values import SocketStats
 
 TICK_SECONDS = 0.25
 MAX_NOTICES = 1000

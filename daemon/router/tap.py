@@ -13,23 +13,12 @@ import zmq
 
 from transport.framing import Payload, encode_header
 from transport.ids import ROUTER_NAME, ProcessName, RequestId
-from transport.messages import (
-    TAP_BODIES,
-    TAP_HEADERS,
-    Cancel,
-    Encode,
-    Encoded,
-    Finished,
-    Message,
-    RequestFailed,
-    SequenceFailed,
-    Start,
-    Submit,
-    TapOpened,
-    Tapped,
-    Throttle,
-    TokenBatch,
-)
+from transport.messages.base import Message
+from transport.messages.generate import Cancel, Encode, Encoded, RequestFailed, Throttle, TokenBatch
+from transport.messages.tap import TAP_BODIES, TAP_HEADERS, TapOpened, Tapped
+from transport.messages.to_frontend import Finished
+from transport.messages.to_router import SequenceFailed, Submit
+from transport.messages.to_worker import Start
 from transport.sockets import CountingSocket, Received
 
 TAP_QUEUE: Final = 1000

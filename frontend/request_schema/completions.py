@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from frontend.errors import bad_request
-from frontend.json_body import JsonObject
+from frontend.http.json_body import JsonObject
 from frontend.request_schema.fields import Fields, is_integer
 from frontend.request_schema.limits import (
     COMPLETIONS_DEFAULT_TOKENS,

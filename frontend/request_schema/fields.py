@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeGuard
 
 from frontend.errors import ApiError, bad_request
-from frontend.json_body import JsonObject
+from frontend.http.json_body import JsonObject
 
 
 class Fields:

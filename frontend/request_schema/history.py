@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from frontend.errors import bad_request
-from frontend.json_body import JsonObject
+from frontend.http.json_body import JsonObject
 from frontend.request_schema.fields import Fields, as_object
 
 ROLES = {"system": "system", "developer": "system", "user": "user"}

@@ -7,10 +7,10 @@ import hashlib
 import msgspec
 
 from frontend.errors import bad_request
-from frontend.json_body import JsonObject
+from frontend.http.json_body import JsonObject
 from frontend.request_schema.sampling import Common
 from transport.framing import Payload, token_frame
-from transport.messages import PromptKind
+from transport.messages.generate import PromptKind
 
 AFFINITY_CHARACTERS = 1024
 """How much of a text's beginning tells its conversation."""

@@ -7,6 +7,7 @@ import random
 import msgspec
 
 from frontend.errors import ApiError, bad_request
+from frontend.generation.stop_strings import StopRule
 from frontend.request_schema.fields import Fields, is_integer
 from frontend.request_schema.limits import (
     MAX_BIASES,
@@ -16,8 +17,7 @@ from frontend.request_schema.limits import (
     MAX_STOPS,
     ModelLimits,
 )
-from frontend.stop_strings import StopRule
-from transport.messages import SamplingParams
+from transport.messages.generate import SamplingParams
 
 INT64 = 2**63
 MAX_BIAS = 100

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from frontend.errors import bad_request
-from frontend.json_body import JsonObject
+from frontend.http.json_body import JsonObject
 from frontend.request_schema.chat import read_chat_prompt
 from frontend.request_schema.completions import read_ids
 from frontend.request_schema.fields import Fields

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from frontend.errors import bad_request
-from frontend.json_body import JsonObject
+from frontend.http.json_body import JsonObject
 from frontend.request_schema.fields import Fields, as_object
 from frontend.request_schema.limits import MAX_TOOLS
 

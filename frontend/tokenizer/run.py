@@ -16,7 +16,8 @@ from frontend.tokenizer.encoder import EncodedPrompt, PromptEncoder
 from frontend.tokenizer.errors import PromptError, TokenizerLoadError
 from frontend.tokenizer.load import load_tokenizer
 from transport.child import EXIT_FATAL, StopFlag, enter_process
-from transport.daemon_link import (
+from transport.framing import BadMessage, token_frame
+from transport.links.daemon import (
     DaemonLink,
     LinkError,
     RouterLossNotice,
@@ -24,18 +25,10 @@ from transport.daemon_link import (
     SocketTelemetry,
     exit_code_of,
 )
-from transport.framing import BadMessage, token_frame
-from transport.messages import (
-    PROTOCOL_VERSION,
-    Encode,
-    Encoded,
-    Hello,
-    Refused,
-    RequestFailed,
-    Welcome,
-)
+from transport.messages.base import PROTOCOL_VERSION, Hello, Refused, Welcome
+from transport.messages.generate import Encode, Encoded, RequestFailed
 from transport.sockets import DealerSocket, Endpoints, Received
-from transport.telemetry import Counter, MetricSet
+from transport.telemetry.metrics import Counter, MetricSet
 
 BATCH = 64
 """Prompts taken from the socket before the main loop counts as having made a turn."""

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import gpu
 from benchmarks.gpu import Part, make_parts
 from benchmarks.prefix_ttft import served_options
-from daemon.config import InstanceConfig
+from daemon.configuration.config import InstanceConfig
 
 PART = """
 import sys, time

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from daemon.child_process import ChildSpec
-from daemon.instance_view import InstanceView
-from daemon.supervisor import Child
+from daemon.supervision.child_process import ChildSpec
+from daemon.supervision.instance_view import InstanceView
+from daemon.supervision.supervisor import Child
 from transport.ids import ProcessName
-from transport.messages import Snapshot
+from transport.messages.telemetry import Snapshot
 
 NOW = 1000.0
 

@@ -11,9 +11,9 @@ import msgspec
 import zmq
 
 from transport.child import EXIT_FATAL, ProcessSettings, enter_process
-from transport.daemon_link import DaemonLink, LinkError, SocketTelemetry
-from transport.messages import Drain, InstanceStatus, PeerLost, StatusHeld
-from transport.telemetry import MetricSet
+from transport.links.daemon import DaemonLink, LinkError, SocketTelemetry
+from transport.messages.control import Drain, InstanceStatus, PeerLost, StatusHeld
+from transport.telemetry.metrics import MetricSet
 
 
 class StandInSettings(msgspec.Struct, frozen=True):

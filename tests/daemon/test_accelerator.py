@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from daemon.accelerator import nvidia_devices, usable_cores
+from daemon.system.accelerator import nvidia_devices, usable_cores
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from daemon.cli.bench.page_copy_report import (
 )
 from daemon.cli.main import main
 from daemon.errors import DeepInferError
-from hicache.runs import merge_runs
+from hicache.copies.runs import merge_runs
 
 # The package's attribute of this name is the command itself.
 command = importlib.import_module("daemon.cli.bench.page_copy")

@@ -9,11 +9,16 @@ import subprocess
 import msgspec
 import pytest
 
-from daemon.command_relay import GIVE_UP_SECONDS, MAX_COMMANDS, CommandError, CommandRelay
-from daemon.report_types import CommandReport
-from transport.cache_report import CacheContent
+from daemon.inspection.command_relay import (
+    GIVE_UP_SECONDS,
+    MAX_COMMANDS,
+    CommandError,
+    CommandRelay,
+)
+from daemon.inspection.report_types import CommandReport
 from transport.ids import ProcessName
-from transport.messages import CacheCommand, DumpStacks, SetLogLevel
+from transport.messages.cache_report import CacheContent
+from transport.messages.control import CacheCommand, DumpStacks, SetLogLevel
 from transport.stacks import StackFrame, ThreadStack
 
 CLIENT = ProcessName("client/1")

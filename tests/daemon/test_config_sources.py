@@ -12,14 +12,14 @@ from cyclopts import App
 from cyclopts.config import Env
 from cyclopts.exceptions import CycloptsError
 
-from daemon.config import DEFAULT_MODEL, InstanceConfig, read_overrides
-from daemon.config_sources import (
+from daemon.configuration.config import DEFAULT_MODEL, InstanceConfig, read_overrides
+from daemon.configuration.sources import (
     InstanceFile,
     ModelDirVariable,
     Provenance,
     unknown_variables,
 )
-from daemon.default_model import DEFAULT_MODEL_NAME
+from daemon.default_model.fetch import DEFAULT_MODEL_NAME
 
 
 @pytest.fixture(autouse=True)

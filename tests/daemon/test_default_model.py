@@ -12,9 +12,13 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from daemon import default_model
-from daemon.default_model import DefaultModelError, default_model_path, ensure_default_model
-from daemon.gguf_conversion import MODEL_FILES, GgufConversionError, convert_llama_gguf
+from daemon.default_model import fetch as default_model
+from daemon.default_model.fetch import DefaultModelError, default_model_path, ensure_default_model
+from daemon.default_model.gguf_conversion import (
+    MODEL_FILES,
+    GgufConversionError,
+    convert_llama_gguf,
+)
 
 
 def silent(line: str) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from daemon.frontend_status import CONFIRM_SECONDS, FrontendStatus
-from transport.messages import InstanceStatus
+from daemon.instance.frontend_status import CONFIRM_SECONDS, FrontendStatus
+from transport.messages.control import InstanceStatus
 
 A, B = "frontend/0", "frontend/1"
 

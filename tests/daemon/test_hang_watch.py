@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from daemon.hang_watch import LOADING_SECONDS, UNHEARD_SECONDS, HangWatch
+from daemon.supervision.hang_watch import LOADING_SECONDS, UNHEARD_SECONDS, HangWatch
 
 HEARTBEAT, HANG, STALL, START = 0.5, 5.0, 30.0, 600.0
 

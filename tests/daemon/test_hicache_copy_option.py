@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from daemon.config import InstanceConfig
-from daemon.role_settings import child_specs, make_plan
+from daemon.configuration.config import InstanceConfig
+from daemon.instance.role_settings import child_specs, make_plan
 from workers.settings import WorkerSettings
 
 

@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from daemon import host_pools
-from daemon.config import InstanceConfig
+from daemon.configuration.config import InstanceConfig
 from daemon.errors import ConfigurationError
-from daemon.host_pools import GIB, HostPools, check_pools, pool_bytes
+from daemon.instance import host_pools
+from daemon.instance.host_pools import GIB, HostPools, check_pools, pool_bytes
 
 
 @pytest.fixture

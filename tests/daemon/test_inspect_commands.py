@@ -28,19 +28,20 @@ from daemon.cli.inspect.usage_bar import usage_bar
 from daemon.cli.throughput import Throughput
 from daemon.cli.top import frame
 from daemon.cli.units import duration, rate, size
-from daemon.control_server import ControlServer
 from daemon.errors import DeepInferError
-from daemon.inspection_client import InspectionClient
-from daemon.metrics import MetricsExporter
-from daemon.report_types import CacheRow, StateReport, WorkDone
-from daemon.run_directory import RunDirectory
-from daemon.state_report import answer
-from transport.cache_report import CacheContent, PrefixMiss, PrefixUse
+from daemon.inspection.control_server import ControlServer
+from daemon.inspection.inspection_client import InspectionClient
+from daemon.inspection.report_types import CacheRow, StateReport, WorkDone
+from daemon.inspection.state_report import answer
+from daemon.metrics.exposition import MetricsExporter
+from daemon.system.run_directory import RunDirectory
 from transport.ids import ProcessName, RequestId
-from transport.messages import RequestRow, Snapshot, StageTimes
+from transport.messages.cache_report import CacheContent, PrefixMiss, PrefixUse
+from transport.messages.generate import StageTimes
+from transport.messages.telemetry import RequestRow, Snapshot
 from transport.sockets import Endpoints
-from transport.telemetry import MetricSet
-from transport.telemetry_values import QueueStats, SocketStats
+from transport.telemetry.metrics import MetricSet
+from transport.telemetry.values import QueueStats, SocketStats
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 20.0

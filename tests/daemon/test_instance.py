@@ -17,16 +17,16 @@ import psutil
 import pytest
 import zmq
 
-from daemon.child_process import ChildSpec
-from daemon.config import InstanceConfig
-from daemon.control_server import ControlServer
+from daemon.configuration.config import InstanceConfig
 from daemon.errors import DeepInferError
-from daemon.inspection_client import InspectionClient
-from daemon.instance import Instance
-from daemon.role_settings import make_plan
-from daemon.run_directory import RunDirectory
-from daemon.stop_signals import StopSignals
-from daemon.supervisor import Supervisor
+from daemon.inspection.control_server import ControlServer
+from daemon.inspection.inspection_client import InspectionClient
+from daemon.instance.instance import Instance
+from daemon.instance.role_settings import make_plan
+from daemon.supervision.child_process import ChildSpec
+from daemon.supervision.supervisor import Supervisor
+from daemon.system.run_directory import RunDirectory
+from daemon.system.stop_signals import StopSignals
 from transport.child import ProcessSettings
 from transport.ids import ProcessName
 from transport.sockets import Endpoints
@@ -242,7 +242,7 @@ def test_the_successor_of_a_frontend_that_died_without_a_word_has_to_confirm_as_
 def test_a_frontend_that_never_confirms_is_named_and_not_waited_for_for_ever(
     tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr("daemon.frontend_status.CONFIRM_SECONDS", 0.5)
+    monkeypatch.setattr("daemon.instance.frontend_status.CONFIRM_SECONDS", 0.5)
     StandIns(tmp_path).run(RESERVED, lambda instance: instance.stop())
     (line,) = [line for line in caplog.messages if "no sign within" in line]
     assert line.startswith("frontend/0: no sign within 0.5 s")

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from daemon.errors import ConfigurationError, DeepInferError
-from daemon.listen import base_url, open_listening_socket
+from daemon.system.listen import base_url, open_listening_socket
 
 
 def has_ipv6() -> bool:

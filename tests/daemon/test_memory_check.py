@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from daemon.config import InstanceConfig
+from daemon.configuration.config import InstanceConfig
 from daemon.errors import ConfigurationError
-from daemon.memory_check import check_memory, weight_bytes
-from workers import host_memory
+from daemon.instance.memory_check import check_memory, weight_bytes
+from workers.engine import host_memory
 
 GIB = 1 << 30
 

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from daemon.metrics import MetricsExporter
-from daemon.metrics_catalog import BY_NAME, METRICS, markdown_table
-from transport.messages import Snapshot
-from transport.telemetry import MetricSet
-from transport.telemetry_values import QueueStats, SocketStats
+from daemon.metrics.catalog import BY_NAME, METRICS, markdown_table
+from daemon.metrics.exposition import MetricsExporter
+from transport.messages.telemetry import Snapshot
+from transport.telemetry.metrics import MetricSet
+from transport.telemetry.values import QueueStats, SocketStats
 
 ROOT = Path(__file__).parents[2]
 PRODUCT_FOLDERS = ("daemon", "frontend", "hicache", "transport", "workers")
@@ -274,7 +274,7 @@ def test_every_metric_of_the_code_is_in_the_catalog():
     assert len(used) > 30, "the search for metrics in the code finds too few"
     for where, name, kind, labels in used:
         metric = BY_NAME.get(name)
-        assert metric is not None, f"{where}: {name} is not in daemon/metrics_catalog.py"
+        assert metric is not None, f"{where}: {name} is not in daemon/metrics/catalog.py"
         from_process = [label for label in metric.labels if label != "rank"]
         assert (kind, labels) == (metric.kind, len(from_process)), f"{where}: {name}"
 
@@ -309,7 +309,7 @@ def test_the_documentation_is_up_to_date():
     text = (ROOT / "doc" / "metrics.md").read_text()
     assert markdown_table() in text, (
         "doc/metrics.md is out of date: replace its table with the output of\n"
-        "python -c 'from daemon.metrics_catalog import markdown_table; print(markdown_table())'"
+        "python -c 'from daemon.metrics.catalog import markdown_table; print(markdown_table())'"
     )
 
 

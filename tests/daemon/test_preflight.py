@@ -7,10 +7,10 @@ import resource
 
 import pytest
 
-from daemon import preflight
-from daemon.config import InstanceConfig
+from daemon.configuration.config import InstanceConfig
 from daemon.errors import ConfigurationError, DeepInferError
-from daemon.preflight import (
+from daemon.instance import preflight
+from daemon.instance.preflight import (
     check_devices,
     check_keys_file,
     check_thread_limit,

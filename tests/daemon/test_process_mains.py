@@ -14,12 +14,12 @@ import msgspec
 import pytest
 import zmq
 
-from daemon.config import InstanceConfig
-from daemon.role_settings import MODULES, child_specs, make_plan
+from daemon.configuration.config import InstanceConfig
+from daemon.instance.role_settings import MODULES, child_specs, make_plan
 from frontend import run as frontend_run
 from frontend.settings import FrontendSettings
 from transport.child import EXIT_AGAIN, EXIT_FATAL, StopFlag
-from transport.messages import Hello, Refused, Welcome
+from transport.messages.base import Hello, Refused, Welcome
 from transport.sockets import Endpoints, RouterSocket
 
 ROOT = Path(__file__).parents[2]

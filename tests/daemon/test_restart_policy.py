@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.restart_policy import (
+from daemon.supervision.restart_policy import (
     DEATHS_AT_START,
     FIRST_DELAY_SECONDS,
     HEALTHY_SECONDS,

@@ -17,27 +17,24 @@ from daemon.router.settings import RouterSettings
 from transport.child import ProcessSettings
 from transport.framing import encode_header, read_tokens, token_frame
 from transport.ids import ProcessName, RequestId
-from transport.messages import (
+from transport.messages.generate import (
     ALL_CHOICES,
     FINISH_LENGTH,
     RUNNING,
     Cancel,
     Encode,
     Encoded,
-    Finished,
     ModelInfo,
     RequestFailed,
     SamplingParams,
-    SequenceFailed,
-    Serving,
-    Start,
-    Submit,
     Throttle,
     TokenBatch,
-    WorkerReady,
 )
+from transport.messages.to_frontend import Finished, Serving
+from transport.messages.to_router import SequenceFailed, Submit, WorkerReady
+from transport.messages.to_worker import Start
 from transport.sockets import Received
-from transport.telemetry import MetricSet
+from transport.telemetry.metrics import MetricSet
 
 FRONTEND = ProcessName("frontend/0")
 TOKENIZER = ProcessName("tokenizer/0")

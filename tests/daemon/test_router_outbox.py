@@ -6,15 +6,9 @@ import pytest
 
 from daemon.router.outbox import Outbox, Outgoing
 from transport.ids import ProcessName, RequestId
-from transport.messages import (
-    Cancel,
-    Finished,
-    Message,
-    Serving,
-    StageTimes,
-    Throttle,
-    TokenBatch,
-)
+from transport.messages.base import Message
+from transport.messages.generate import Cancel, StageTimes, Throttle, TokenBatch
+from transport.messages.to_frontend import Finished, Serving
 
 PEER = ProcessName("worker/0")
 OTHER = ProcessName("frontend/0")

@@ -22,24 +22,20 @@ from transport import sockets
 from transport.child import ProcessSettings, StopFlag
 from transport.framing import token_frame
 from transport.ids import ROUTER_NAME, ProcessName, RequestId
-from transport.messages import (
-    PROTOCOL_VERSION,
+from transport.messages.base import PROTOCOL_VERSION, Hello, Message, Welcome
+from transport.messages.control import PeerLost
+from transport.messages.generate import (
     RUNNING,
     Cancel,
-    Hello,
-    Message,
     ModelInfo,
-    PeerLost,
     RequestFailed,
     SamplingParams,
-    Start,
-    Submit,
     TokenBatch,
-    Welcome,
-    WorkerReady,
 )
+from transport.messages.to_router import Submit, WorkerReady
+from transport.messages.to_worker import Start
 from transport.sockets import DealerSocket, Endpoints, Received, RouterSocket
-from transport.telemetry import MetricSet
+from transport.telemetry.metrics import MetricSet
 
 SECONDS = 20.0
 FRONTEND = ProcessName("frontend/0")

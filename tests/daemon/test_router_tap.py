@@ -11,15 +11,17 @@ from pathlib import Path
 import pytest
 import zmq
 
-from daemon import tap_client
 from daemon.cli.inspect.tap import tap_text
 from daemon.errors import DeepInferError
+from daemon.inspection import tap_client
+from daemon.inspection.tap_client import TapClient
 from daemon.router.tap import BODY_BYTES, TAP_QUEUE, Tap
-from daemon.run_directory import RunDirectory
-from daemon.tap_client import TapClient
+from daemon.system.run_directory import RunDirectory
 from transport.framing import encode_header, token_frame
 from transport.ids import ProcessName, RequestId
-from transport.messages import Encode, Encoded, PeerLost, SamplingParams, Submit, TokenBatch
+from transport.messages.control import PeerLost
+from transport.messages.generate import Encode, Encoded, SamplingParams, TokenBatch
+from transport.messages.to_router import Submit
 from transport.sockets import Endpoints, Received
 
 SECONDS = 20.0

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from daemon import run_directory
 from daemon.errors import ConfigurationError, DeepInferError
-from daemon.run_directory import (
+from daemon.system import run_directory
+from daemon.system.run_directory import (
     CHILDREN_FILE,
     RunDirectory,
     already_running,
@@ -95,7 +95,7 @@ def test_sentences_name_the_instance_in_the_directory_and_how_to_reach_it(tmp_pa
 def test_a_killed_owner_frees_the_lock_and_its_children_are_ended(run_path):
     child = subprocess.Popen(["sleep", "1000"])
     code = (
-        "import os, sys; from pathlib import Path; from daemon.run_directory import RunDirectory\n"
+        "import os, sys; from pathlib import Path; from daemon.system.run_directory import RunDirectory\n"
         "d = RunDirectory.lock(Path(sys.argv[1]), 'a'); d.record_children([int(sys.argv[2])])\n"
         "os.kill(os.getpid(), 9)"
     )

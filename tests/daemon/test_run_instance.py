@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from daemon import run_instance as module
-from daemon.config import InstanceConfig
+from daemon.configuration.config import InstanceConfig
 from daemon.errors import DeepInferError
-from daemon.run_directory import LOG_FILE, not_running
-from daemon.stop_signals import StopSignals
+from daemon.instance import run_instance as module
+from daemon.system.run_directory import LOG_FILE, not_running
+from daemon.system.stop_signals import StopSignals
 
 
 @pytest.fixture

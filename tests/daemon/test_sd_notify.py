@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from daemon.sd_notify import ServiceManager, watchdog_seconds
+from daemon.system.sd_notify import ServiceManager, watchdog_seconds
 
 
 @pytest.mark.parametrize("abstract", [False, True])

@@ -7,18 +7,15 @@ import os
 import msgspec
 import pytest
 
-from daemon.control_server import QueryError
-from daemon.metrics import MetricsExporter
-from daemon.report_types import QUESTIONS, StateReport
-from daemon.state_report import answer
+from daemon.inspection.control_server import QueryError
+from daemon.inspection.report_types import QUESTIONS, StateReport
+from daemon.inspection.state_report import answer
+from daemon.metrics.exposition import MetricsExporter
 from transport.ids import ProcessName, RequestId
-from transport.messages import (
-    RequestRow,
-    Snapshot,
-    StageTimes,
-)
-from transport.telemetry import MetricSet
-from transport.telemetry_values import QueueStats, SocketStats
+from transport.messages.generate import StageTimes
+from transport.messages.telemetry import RequestRow, Snapshot
+from transport.telemetry.metrics import MetricSet
+from transport.telemetry.values import QueueStats, SocketStats
 
 NOW = 1000.0  # as in conftest.py
 

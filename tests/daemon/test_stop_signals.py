@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from daemon.stop_signals import StopRequested, StopSignals
+from daemon.system.stop_signals import StopRequested, StopSignals
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-import daemon.supervisor
-from daemon.child_process import ChildSpec
-from daemon.restart_policy import FIRST_DELAY_SECONDS, HEALTHY_SECONDS
-from daemon.supervisor import Supervisor
+import daemon.supervision.supervisor
+from daemon.supervision.child_process import ChildSpec
+from daemon.supervision.restart_policy import FIRST_DELAY_SECONDS, HEALTHY_SECONDS
+from daemon.supervision.supervisor import Supervisor
 from transport.ids import ProcessName
 
 
@@ -34,8 +34,10 @@ class Bench:
 
     def __init__(self, monkeypatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(daemon.supervisor, "ChildProcess", FakeProcess)
-        monkeypatch.setattr(daemon.supervisor, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(daemon.supervision.supervisor, "ChildProcess", FakeProcess)
+        monkeypatch.setattr(
+            daemon.supervision.supervisor, "time", SimpleNamespace(monotonic=lambda: self.now)
+        )
         name = ProcessName("worker/0")
         self.supervisor = Supervisor([ChildSpec(name, "worker", "none", b"{}")], lambda pids: None)
         self.child = self.supervisor.children[name]

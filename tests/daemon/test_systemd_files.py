@@ -13,10 +13,10 @@ from cyclopts import App
 from cyclopts.config import Env
 
 from daemon.cli.main import app
-from daemon.config import InstanceConfig
-from daemon.config_sources import InstanceFile
+from daemon.configuration.config import InstanceConfig
+from daemon.configuration.sources import InstanceFile
 from daemon.errors import ConfigurationError, DeepInferError
-from daemon.unit_files import EXAMPLES, closed_directory, quoted
+from daemon.system.unit_files import EXAMPLES, closed_directory, quoted
 
 ROOT = Path(__file__).parents[2]
 UNIT = "usr/local/lib/systemd/system/deepinfer@.service"

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from cyclopts import Parameter
 
-from daemon.config import InstanceConfig
+from daemon.configuration.config import InstanceConfig
 from transport import messages
 
 ROOT = Path(__file__).parents[2]

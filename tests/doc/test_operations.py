@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from daemon.cli.main import app
-from daemon.config import InstanceConfig
+from daemon.configuration.config import InstanceConfig
 from daemon.errors import EXIT_FAILED, EXIT_USAGE
 from transport.child import EXIT_FATAL, EXIT_ORPHANED
 

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.process_session import session_members
 from benchmarks.tiny_model import make_tiny_model
 from daemon.errors import DeepInferError
-from daemon.inspection_client import InspectionClient
+from daemon.inspection.inspection_client import InspectionClient
 
 ROOT = Path(__file__).parents[2]
 READY_SECONDS = 150.0

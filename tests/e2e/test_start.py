@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from daemon.cli.start import serve_arguments
-from daemon.run_directory import running_pid
+from daemon.system.run_directory import running_pid
 
 FAKE = ("--engine", "fake", "--port", "0")
 

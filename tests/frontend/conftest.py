@@ -16,38 +16,36 @@ import pytest
 import uvicorn
 import zmq
 
-from frontend.app import FrontendApp
-from frontend.auth import ApiKeys
 from frontend.gate import Gate
-from frontend.http_protocol import with_limits
+from frontend.http.app import FrontendApp
+from frontend.http.auth import ApiKeys
+from frontend.http.protocol import with_limits
+from frontend.links.router_client import RouterClient
 from frontend.metrics import FrontendMetrics
-from frontend.router_client import RouterClient
 from frontend.services import Services
 from frontend.settings import FrontendSettings
 from transport.child import ProcessSettings
 from transport.framing import decode_header, encode_header, token_frame
 from transport.ids import ProcessName, RequestId
-from transport.messages import (
+from transport.messages.base import Message
+from transport.messages.control import CacheCommand, Query
+from transport.messages.generate import (
     FINISH_LENGTH,
     FINISH_STOP,
     RUNNING,
-    CacheCommand,
     Cancel,
     Encode,
     Encoded,
-    Finished,
-    Message,
     ModelInfo,
-    Query,
     RequestFailed,
-    Serving,
     StageTimes,
-    Submit,
     Throttle,
     TokenBatch,
 )
+from transport.messages.to_frontend import Finished, Serving
+from transport.messages.to_router import Submit
 from transport.sockets import Received
-from transport.telemetry import MetricSet
+from transport.telemetry.metrics import MetricSet
 
 EOS = 256
 VOCAB = 300

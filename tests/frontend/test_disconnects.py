@@ -9,7 +9,8 @@ import struct
 
 import pytest
 
-from transport.messages import Cancel, Submit, Throttle
+from transport.messages.generate import Cancel, Throttle
+from transport.messages.to_router import Submit
 
 CHAT = "/v1/chat/completions"
 

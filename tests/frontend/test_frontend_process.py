@@ -24,26 +24,25 @@ from frontend.tokenizer.load import load_tokenizer
 from transport.child import ProcessSettings
 from transport.framing import token_frame
 from transport.ids import ProcessName
-from transport.messages import (
-    FINISH_LENGTH,
-    RUNNING,
+from transport.messages.base import Hello, Message, Welcome
+from transport.messages.control import (
     Answer,
-    Cancel,
     Drain,
-    Finished,
-    Hello,
     InstanceStatus,
-    Message,
-    ModelInfo,
     Query,
-    Serving,
-    StageTimes,
     StateChanged,
     StatusHeld,
-    Submit,
-    TokenBatch,
-    Welcome,
 )
+from transport.messages.generate import (
+    FINISH_LENGTH,
+    RUNNING,
+    Cancel,
+    ModelInfo,
+    StageTimes,
+    TokenBatch,
+)
+from transport.messages.to_frontend import Finished, Serving
+from transport.messages.to_router import Submit
 from transport.sockets import Endpoints, Received, RouterSocket
 
 NAME = ProcessName("frontend/0")

@@ -12,7 +12,7 @@ import zlib
 
 import pytest
 
-from transport.messages import Submit
+from transport.messages.to_router import Submit
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "Hi"}]}

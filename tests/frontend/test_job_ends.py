@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-from frontend.replies import WholeReply
-from transport.messages import Cancel, RequestFailed, Submit
+from frontend.api.replies import WholeReply
+from transport.messages.generate import Cancel, RequestFailed
+from transport.messages.to_router import Submit
 
 COMPLETIONS = "/v1/completions"
 

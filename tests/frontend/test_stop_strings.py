@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.stop_strings import StopScanner
+from frontend.generation.stop_strings import StopScanner
 
 
 def cut_letter_by_letter(text: str, stops: list[str], first: int = 0) -> tuple[str, bool]:

@@ -6,7 +6,8 @@ import pytest
 from openai import OpenAI
 
 from transport.ids import RequestId
-from transport.messages import Cancel, RequestFailed, Submit
+from transport.messages.generate import Cancel, RequestFailed
+from transport.messages.to_router import Submit
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -236,7 +237,7 @@ def test_line_ends_of_unicode_do_not_split_events(serve, request_http, script_cl
 
 
 def test_silent_streams_are_kept_alive(serve, request_http, script_class, monkeypatch):
-    monkeypatch.setattr("frontend.stream_buffer.KEEP_ALIVE_SECONDS", 0.1)
+    monkeypatch.setattr("frontend.http.stream_buffer.KEEP_ALIVE_SECONDS", 0.1)
     server = serve(script_class(text="a", error=failure(), error_after=1, delay=0.5))
     stream = request_http(server, "POST", CHAT, {"messages": MESSAGES, "stream": True})
     assert b"\n\n: keep-alive\n\n" in stream.body

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frontend.errors import ApiError
-from frontend.json_body import parse_json_object
+from frontend.generation.stop_strings import StopRule
+from frontend.http.json_body import parse_json_object
 from frontend.request_schema.chat import read_chat
 from frontend.request_schema.completions import read_completion
 from frontend.request_schema.limits import ModelLimits
 from frontend.request_schema.tokenize import read_detokenize, read_tokenize
-from frontend.stop_strings import StopRule
 
 LIMITS = ModelLimits("served", 1000, 4096, 8)
 USER = {"role": "user", "content": "Hi"}

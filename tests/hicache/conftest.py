@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from hicache.host_pool import HostPool, PoolGeometry
-from hicache.outcomes import Hit
-from hicache.prefix_cache import PrefixCache
-from hicache.segment import create_segment
+from hicache.cache.outcomes import Hit
+from hicache.cache.prefix_cache import PrefixCache
+from hicache.pool.host_pool import HostPool, PoolGeometry
+from hicache.pool.segment import create_segment
 
 PAGE = 4
 REPLAY = 3

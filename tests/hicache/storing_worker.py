@@ -13,8 +13,8 @@ from itertools import count
 
 import numpy as np
 
-from hicache.host_pool import HostPool, PoolGeometry
-from hicache.prefix_cache import PrefixCache
+from hicache.cache.prefix_cache import PrefixCache
+from hicache.pool.host_pool import HostPool, PoolGeometry
 
 GEOMETRY = PoolGeometry("model", page_bytes=64 * 1024, num_pages=64, state_bytes=4096, num_states=6)
 PAGE_TOKENS = 16

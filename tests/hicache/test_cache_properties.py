@@ -28,11 +28,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from hicache.host_pool import HostPool, PoolGeometry
-from hicache.index import NO_SLOT
-from hicache.outcomes import Hit, StorePlan
-from hicache.prefix_cache import PrefixCache
-from hicache.segment import create_segment
+from hicache.cache.index import NO_SLOT
+from hicache.cache.outcomes import Hit, StorePlan
+from hicache.cache.prefix_cache import PrefixCache
+from hicache.pool.host_pool import HostPool, PoolGeometry
+from hicache.pool.segment import create_segment
 
 PAGE = 4
 PAGE_BYTES = 64

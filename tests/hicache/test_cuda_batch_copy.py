@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.cuda_batch_copy import BatchCopy, bind_batch_call, try_batch_call
-from hicache.cuda_copy_method import CopyMethodMissing, PoolPair, address_runs, single_rows
+from hicache.copies.cuda.batch import BatchCopy, bind_batch_call, try_batch_call
+from hicache.copies.cuda.method import CopyMethodMissing, PoolPair, address_runs, single_rows
+from hicache.copies.runs import RowRuns, merge_runs
 from hicache.errors import HostPoolError
-from hicache.runs import RowRuns, merge_runs
 
 POOLS = PoolPair(device=1 << 40, device_pitch=96, host=1 << 20, row_bytes=96)
 STREAM = SimpleNamespace(cuda_stream=77)

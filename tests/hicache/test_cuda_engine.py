@@ -16,19 +16,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hicache.host_pool import HostPool, PoolGeometry
-from hicache.prefix_cache import PrefixCache
-from hicache.segment import create_segment
+from hicache.cache.prefix_cache import PrefixCache
+from hicache.pool.host_pool import HostPool, PoolGeometry
+from hicache.pool.segment import create_segment
 from transport.ids import ProcessName, RequestId
-from transport.messages import SamplingParams
-from workers.engine import Engine
-from workers.engine_settings import EngineSettings
-from workers.models.deepseek_v41.engine import create_deepseek_v41_engine
+from transport.messages.generate import SamplingParams
+from workers.contract import Engine
+from workers.engine.settings import EngineSettings
+from workers.engine.torch_engine import create_torch_engine
+from workers.models.deepseek_v41.model.engine import create_deepseek_v41_engine
 from workers.prefix_reuse import PrefixReuse
 from workers.prefix_transfer import PrefixTransfers
-from workers.scheduler import Scheduler
-from workers.sequence import Sequence
-from workers.torch_engine import create_torch_engine
+from workers.scheduling.scheduler import Scheduler
+from workers.scheduling.sequence import Sequence
 
 VOCAB = 211
 PLENTY = 1 << 40

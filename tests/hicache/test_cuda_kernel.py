@@ -13,24 +13,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.cuda_copy_kernel import (
+from hicache.copies.cuda.compile import (
     KERNEL,
     compile_kernel,
     compiler_version,
     find_core,
     kernel_source,
 )
-from hicache.cuda_copy_method import CopyMethodMissing, PoolPair, import_package
-from hicache.cuda_kernel_cache import cached_cubin, kernel_folder
-from hicache.cuda_kernel_copy import (
+from hicache.copies.cuda.kernel import (
     BLOCKS,
     MAX_PIECE_BYTES,
     KernelCopy,
     cut_row,
     try_copy_kernel,
 )
+from hicache.copies.cuda.kernel_cache import cached_cubin, kernel_folder
+from hicache.copies.cuda.method import CopyMethodMissing, PoolPair, import_package
+from hicache.copies.runs import merge_runs
 from hicache.errors import HostPoolError
-from hicache.runs import merge_runs
 
 NUM_ARGUMENTS = 9
 

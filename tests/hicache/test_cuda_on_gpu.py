@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from hicache import cuda_pools
-from hicache.cuda_copy_method import CopyMethodMissing
-from hicache.cuda_pools import PinnedPool, open_cuda_row_copier
-from hicache.cuda_row_copy import CudaRowCopier
-from hicache.host_pool import HostPool, PoolGeometry
-from hicache.segment import create_segment
+from hicache.copies.cuda import pools as cuda_pools
+from hicache.copies.cuda.method import CopyMethodMissing
+from hicache.copies.cuda.pools import PinnedPool, open_cuda_row_copier
+from hicache.copies.cuda.row_copy import CudaRowCopier
+from hicache.pool.host_pool import HostPool, PoolGeometry
+from hicache.pool.segment import create_segment
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,8 +7,8 @@ import ctypes
 import pytest
 import torch
 
-from hicache.cuda_copy_method import CopyMethodMissing
-from hicache.cuda_pools import check_copy, choose_methods
+from hicache.copies.cuda.method import CopyMethodMissing
+from hicache.copies.cuda.pools import check_copy, choose_methods
 from hicache.errors import HostPoolError
 
 SINGLE, BATCH, KERNEL = object(), object(), object()

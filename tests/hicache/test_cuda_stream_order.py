@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.cuda_batch_copy import BatchCopy
-from hicache.cuda_copy_method import PoolPair
-from hicache.cuda_row_copy import BATCH_FROM_BYTES, CopyStreams, CudaRowCopier, MethodChoice
+from hicache.copies.cuda.batch import BatchCopy
+from hicache.copies.cuda.method import PoolPair
+from hicache.copies.cuda.row_copy import BATCH_FROM_BYTES, CopyStreams, CudaRowCopier, MethodChoice
+from hicache.copies.runs import RowRuns
 from hicache.errors import HostPoolError
-from hicache.runs import RowRuns
 
 ROWS = 8
 ROW_BYTES = 32

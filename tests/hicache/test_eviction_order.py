@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hicache.index import PrefixIndex
+from hicache.cache.index import PrefixIndex
 
 
 def prompt(pages: str) -> list[int]:

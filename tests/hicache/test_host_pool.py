@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from hicache.errors import HostPoolError
-from hicache.host_pool import HostPool, PoolGeometry
-from hicache.segment import create_segment
+from hicache.pool.host_pool import HostPool, PoolGeometry
+from hicache.pool.segment import create_segment
 
 PLENTY = 1 << 40
 GEOMETRY = PoolGeometry("model", page_bytes=5000, num_pages=7, state_bytes=300, num_states=3)
@@ -136,7 +136,7 @@ def test_a_changed_header_is_not_believed(segment, byte):
 def test_two_processes_cannot_have_it_at_once(segment):
     program = (
         "import sys\n"
-        "from hicache.host_pool import HostPool, PoolGeometry\n"
+        "from hicache.pool.host_pool import HostPool, PoolGeometry\n"
         "from hicache.errors import HostPoolError\n"
         "try: HostPool(int(sys.argv[1]), PoolGeometry('model', 5000, 7, 300, 3), 1 << 40)\n"
         "except HostPoolError as error: sys.exit(f'refused: {error}')\n"

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hicache.outcomes import Hit
-from hicache.segment import create_segment
+from hicache.cache.outcomes import Hit
+from hicache.pool.segment import create_segment
 
 PROGRAM = Path(__file__).with_name("storing_worker.py")
 _spec = importlib.util.spec_from_file_location("storing_worker", PROGRAM)

@@ -10,9 +10,9 @@ import random
 import numpy as np
 import pytest
 
-from hicache.index import NO_SLOT
+from hicache.cache.index import NO_SLOT
+from hicache.cache.outcomes import Hit, Miss, MissReason, SkipReason
 from hicache.keys import PromptKeys
-from hicache.outcomes import Hit, Miss, MissReason, SkipReason
 
 
 def longest_announced(small, tokens: list[int], salt: str = "") -> int:

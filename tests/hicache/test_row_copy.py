@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.row_copy import CpuRowCopier
+from hicache.copies.row_copy import CpuRowCopier
 
 ROWS = 12
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.run_allocator import RunAllocator
+from hicache.pool.run_allocator import RunAllocator
 
 
 def num_runs(slots: np.ndarray) -> int:

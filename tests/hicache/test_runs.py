@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.runs import merge_runs
+from hicache.copies.runs import merge_runs
 
 PAIRS = st.integers(0, 30).flatmap(
     lambda n: st.tuples(st.permutations(range(31)), st.permutations(range(31))).map(

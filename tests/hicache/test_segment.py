@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hicache.errors import HostPoolError
-from hicache.segment import create_segment, reserve_segment
+from hicache.pool.segment import create_segment, reserve_segment
 
 PLENTY = 1 << 40
 MIB = 1 << 20

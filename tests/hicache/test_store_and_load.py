@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hicache.outcomes import Hit
-from hicache.row_copy import CpuRowCopier
+from hicache.cache.outcomes import Hit
+from hicache.copies.row_copy import CpuRowCopier
 
 
 def test_a_conversation_comes_back_from_the_pool_as_it_was_computed(make_cache):

@@ -12,27 +12,24 @@ import pytest
 import zmq
 
 from transport.child import ProcessSettings
-from transport.daemon_link import DaemonLink, LinkError, SocketTelemetry
 from transport.framing import decode_header
 from transport.ids import ProcessName
-from transport.messages import (
-    PROTOCOL_VERSION,
+from transport.links.daemon import DaemonLink, LinkError, SocketTelemetry
+from transport.messages.base import PROTOCOL_VERSION, Hello, Refused, Welcome
+from transport.messages.control import (
     Answer,
     CommandDone,
     DumpStacks,
     FatalError,
-    Hello,
     PeerLost,
     Query,
-    Refused,
     SetLogLevel,
-    Snapshot,
     StateChanged,
-    Welcome,
 )
+from transport.messages.telemetry import Snapshot
 from transport.sockets import RouterSocket
 from transport.stacks import ThreadStack
-from transport.telemetry import MetricSet
+from transport.telemetry.metrics import MetricSet
 
 NAME = ProcessName("worker/0")
 SECONDS = 10.0

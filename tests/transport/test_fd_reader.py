@@ -9,7 +9,8 @@ import uvloop
 
 from transport.fd_reader import BATCH, AsyncDealer
 from transport.ids import ProcessName, RequestId
-from transport.messages import Cancel, Hello
+from transport.messages.base import Hello
+from transport.messages.generate import Cancel
 
 HELLO = Hello(1, "frontend", ProcessName("frontend/0"), 1, "hash")
 FRONTEND = ProcessName("frontend/0")

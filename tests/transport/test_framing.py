@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transport.framing import BadMessage, decode_header, encode_header, read_tokens, token_frame
-from transport.messages import AnyMessage, Message
+from transport.messages.any import AnyMessage
+from transport.messages.base import Message
 
 KINDS = get_args(AnyMessage)
 SIMPLE = {

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.telemetry import MetricSet
-from transport.telemetry_values import HistogramValue, QueueStats
+from transport.telemetry.metrics import MetricSet
+from transport.telemetry.values import HistogramValue, QueueStats
 
 BOUNDS = (0.1, 1.0, 10.0)
 

@@ -7,7 +7,8 @@ import zmq
 
 from transport.framing import BadMessage, encode_header
 from transport.ids import ProcessName, RequestId
-from transport.messages import Cancel, Encoded, Hello, Welcome
+from transport.messages.base import Hello, Welcome
+from transport.messages.generate import Cancel, Encoded
 from transport.sockets import IPC_PATH_MAX_BYTES, DealerSocket, Endpoints
 
 HELLO = Hello(1, "worker", ProcessName("worker/0"), 1, "hash")

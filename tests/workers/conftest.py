@@ -14,17 +14,17 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from hicache.cache.prefix_cache import PrefixCache
 from hicache.errors import HostPoolError
-from hicache.host_pool import HostPool, PoolGeometry
-from hicache.prefix_cache import PrefixCache
-from hicache.segment import create_segment
+from hicache.pool.host_pool import HostPool, PoolGeometry
+from hicache.pool.segment import create_segment
 from transport.ids import ProcessName, RequestId
-from transport.messages import SamplingParams
-from workers.fake_engine import FakeCopies, FakeEngine, FakeEngineSettings, fake_next_token
+from transport.messages.generate import SamplingParams
+from workers.engine.fake import FakeCopies, FakeEngine, FakeEngineSettings, fake_next_token
 from workers.prefix_reuse import PrefixReuse
 from workers.prefix_transfer import PrefixTransfers
-from workers.scheduler import Scheduler
-from workers.sequence import Sequence
+from workers.scheduling.scheduler import Scheduler
+from workers.scheduling.sequence import Sequence
 
 VOCAB = 23
 PAGE = 8

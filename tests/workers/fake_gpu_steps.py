@@ -26,24 +26,24 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from transport.messages import SamplingParams
-from workers import device as worker_device
-from workers import step_inputs
-from workers.cache_layout import build_cache_layout, layer_shapes
-from workers.engine import DecodeRow, PromptChunk, StepPlan
-from workers.model_probe import model_logits
+from transport.messages.generate import SamplingParams
+from workers.attention.paged import ATTENTION_NAME, PagePool, register
+from workers.contract import DecodeRow, PromptChunk, StepPlan
+from workers.engine import device as worker_device
+from workers.engine import step_inputs
+from workers.models.cache_layout import build_cache_layout, layer_shapes
 from workers.models.deepseek_v41 import slot_tables
-from workers.models.deepseek_v41.checkpoint import open_checkpoint
-from workers.models.deepseek_v41.config_file import read_config
-from workers.models.deepseek_v41.experts import Experts
-from workers.models.deepseek_v41.model import DeepseekV41
-from workers.models.deepseek_v41.serving_caches import ServingCaches
-from workers.models.deepseek_v41.serving_layout import build_serving_layout
-from workers.models.deepseek_v41.states import cut_state, load_state
-from workers.models.deepseek_v41.step import StepBuilder
-from workers.models.deepseek_v41.weights import WeightLoader
-from workers.paged_attention import ATTENTION_NAME, PagePool, register
-from workers.sampler import Sampler
+from workers.models.deepseek_v41.cache.pools import ServingCaches
+from workers.models.deepseek_v41.cache.row_layout import build_serving_layout
+from workers.models.deepseek_v41.cache.states import cut_state, load_state
+from workers.models.deepseek_v41.config.config_file import read_config
+from workers.models.deepseek_v41.model.model import DeepseekV41
+from workers.models.deepseek_v41.model.step import StepBuilder
+from workers.models.deepseek_v41.moe.experts import Experts
+from workers.models.deepseek_v41.weights.checkpoint import open_checkpoint
+from workers.models.deepseek_v41.weights.placing import WeightLoader
+from workers.models.hf.probe import model_logits
+from workers.sampling.sampler import Sampler
 
 # A PyTorch without CUDA makes no tensors of that device, not even fake ones.
 _setup_privateuseone_for_python_backend("fakegpu")

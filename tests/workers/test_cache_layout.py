@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers import DeepseekV3Config, Gemma3Config, LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from workers import cache_layout
-from workers.cache_layout import (
+from workers.attention.paged import PagePool
+from workers.contract import ModelLoadError
+from workers.engine.memory_plan import plan_pool
+from workers.models import cache_layout
+from workers.models.cache_layout import (
     DTYPE_BYTES,
     LayerShape,
     build_cache_layout,
     layer_shapes,
     weights_identity,
 )
-from workers.engine import ModelLoadError
-from workers.memory_plan import plan_pool
-from workers.paged_attention import PagePool
 
 SHAPES = st.lists(
     st.builds(LayerShape, st.integers(1, 9), st.integers(1, 130), st.integers(1, 130)),

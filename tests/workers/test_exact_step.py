@@ -10,10 +10,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from transport.messages import SamplingParams
-from workers.engine import DecodeRow, ModelLoadError, PromptChunk, StepPlan
-from workers.engine_settings import EngineSettings
-from workers.torch_engine import TorchEngine, create_torch_engine
+from transport.messages.generate import SamplingParams
+from workers.contract import DecodeRow, ModelLoadError, PromptChunk, StepPlan
+from workers.engine.settings import EngineSettings
+from workers.engine.torch_engine import TorchEngine, create_torch_engine
 
 SIZES = {
     "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,

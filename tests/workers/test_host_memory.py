@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from workers import host_memory
-from workers.host_memory import available_host_memory
+from workers.engine import host_memory
+from workers.engine.host_memory import available_host_memory
 
 GIB = 1 << 30
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from workers.engine import EngineError
-from workers.launched_steps import LaunchedSteps
-from workers.sampler import SampledTokens
+from workers.contract import EngineError
+from workers.engine.launched_steps import LaunchedSteps
+from workers.sampling.sampler import SampledTokens
 
 CPU = torch.device("cpu")
 

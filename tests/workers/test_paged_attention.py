@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from workers import attention_math
-from workers.attention_math import AttentionOptions, attend, attend_causally
-from workers.cache_layout import LayerShape, build_cache_layout
-from workers.engine import ModelLoadError
-from workers.paged_attention import (
+from workers.attention import math as attention_math
+from workers.attention.math import AttentionOptions, attend, attend_causally
+from workers.attention.paged import (
     DecodeStep,
     PagePool,
     Segment,
     SegmentedStep,
     paged_attention,
 )
+from workers.contract import ModelLoadError
+from workers.models.cache_layout import LayerShape, build_cache_layout
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 6
 CPU = torch.device("cpu")

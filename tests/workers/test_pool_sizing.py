@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from workers import pool_sizing
-from workers.engine import CacheLayout, EngineError, EngineInfo, ModelLoadError
-from workers.engine_settings import EngineSettings
-from workers.pool_sizing import allocating_pools, choose_context_length, size_pools
+from workers.contract import CacheLayout, EngineError, EngineInfo, ModelLoadError
+from workers.engine import pool_sizing
+from workers.engine.pool_sizing import allocating_pools, choose_context_length, size_pools
+from workers.engine.settings import EngineSettings
 
 CPU = torch.device("cpu")
 GB = 10**9

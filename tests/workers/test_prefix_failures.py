@@ -7,11 +7,11 @@ import os
 
 import pytest
 
-from hicache.outcomes import SkipReason
-from hicache.segment import create_segment
-from transport.telemetry import MetricSet
-from workers.engine import EngineError
-from workers.fake_engine import FakeEngine, FakeEngineSettings
+from hicache.cache.outcomes import SkipReason
+from hicache.pool.segment import create_segment
+from transport.telemetry.metrics import MetricSet
+from workers.contract import EngineError
+from workers.engine.fake import FakeEngine, FakeEngineSettings
 from workers.prefix_storage import PoolOrder, open_prefix_storage
 
 COMMON = [1, 2, 3, 4, 5, 6, 7] * 6

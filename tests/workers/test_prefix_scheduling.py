@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache.segment import create_segment
+from hicache.pool.segment import create_segment
 
 VOCAB = 23
 PAGE = 8

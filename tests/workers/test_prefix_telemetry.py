@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hicache.outcomes import MissReason, SkipReason
-from transport.telemetry import MetricSet
+from hicache.cache.outcomes import MissReason, SkipReason
+from transport.telemetry.metrics import MetricSet
 from workers.prefix_telemetry import PrefixTelemetry
 
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transport.messages import SamplingParams
-from workers.engine import PromptChunk
-from workers.logit_processing import random_words
-from workers.sampler import SampledTokens, Sampler
+from transport.messages.generate import SamplingParams
+from workers.contract import PromptChunk
+from workers.sampling.logit_processing import random_words
+from workers.sampling.sampler import SampledTokens, Sampler
 
 VOCAB = 40
 EOS = 2

@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
 from transport.ids import ProcessName, RequestId
-from transport.messages import RUNNING, SamplingParams
-from workers.engine_settings import EngineSettings
-from workers.scheduler import Scheduler
-from workers.sequence import Sequence
-from workers.torch_engine import create_torch_engine
+from transport.messages.generate import RUNNING, SamplingParams
+from workers.engine.settings import EngineSettings
+from workers.engine.torch_engine import create_torch_engine
+from workers.scheduling.scheduler import Scheduler
+from workers.scheduling.sequence import Sequence
 
 PAGE_BYTES_SMOLLM2 = 30 * 2 * 3 * 64 * 4 * 128
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transport.ids import ProcessName, RequestId
-from transport.messages import FINISH_LENGTH, FINISH_STOP, RUNNING, SamplingParams
-from workers.fake_engine import FakeEngine, FakeEngineSettings, fake_next_token
-from workers.scheduler import Scheduler
-from workers.sequence import Sequence
+from transport.messages.generate import FINISH_LENGTH, FINISH_STOP, RUNNING, SamplingParams
+from workers.engine.fake import FakeEngine, FakeEngineSettings, fake_next_token
+from workers.scheduling.scheduler import Scheduler
+from workers.scheduling.sequence import Sequence
 
 VOCAB = 23
 EOS = 7

@@ -24,9 +24,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from transport.messages import SamplingParams
-from workers import torch_engine
-from workers.engine import (
+from transport.messages.generate import SamplingParams
+from workers.contract import (
     CacheLayout,
     DecodeRow,
     EngineError,
@@ -35,8 +34,9 @@ from workers.engine import (
     StepPlan,
     StepResult,
 )
-from workers.engine_settings import EngineSettings
-from workers.torch_engine import TorchEngine, create_torch_engine
+from workers.engine import torch_engine
+from workers.engine.settings import EngineSettings
+from workers.engine.torch_engine import TorchEngine, create_torch_engine
 
 VOCAB = 211
 COMMON = {

@@ -11,10 +11,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Phi3Config
 
-from transport.messages import SamplingParams
-from workers.engine import ModelLoadError, PromptChunk, StepPlan
-from workers.engine_settings import EngineSettings
-from workers.torch_engine import TorchEngine, create_torch_engine
+from transport.messages.generate import SamplingParams
+from workers.contract import ModelLoadError, PromptChunk, StepPlan
+from workers.engine.settings import EngineSettings
+from workers.engine.torch_engine import TorchEngine, create_torch_engine
 
 SMALL = {
     "vocab_size": 96,

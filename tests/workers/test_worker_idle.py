@@ -9,11 +9,11 @@ import zmq
 
 from transport.child import StopFlag
 from transport.ids import ProcessName
-from transport.messages import Hello
-from transport.telemetry import MetricSet
+from transport.messages.base import Hello
+from transport.telemetry.metrics import MetricSet
 from workers.daemon_inbox import DaemonInbox
-from workers.fake_engine import FakeEngine, FakeEngineSettings
-from workers.scheduler import Scheduler
+from workers.engine.fake import FakeEngine, FakeEngineSettings
+from workers.scheduling.scheduler import Scheduler
 from workers.worker import Worker, WorkerTelemetry
 
 HELLO = Hello(1, "worker", ProcessName("worker/0"), 1, "hash")

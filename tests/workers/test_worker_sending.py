@@ -10,22 +10,16 @@ import zmq
 from transport.child import StopFlag
 from transport.framing import read_tokens, token_frame
 from transport.ids import ROUTER_NAME, ProcessName, RequestId
-from transport.messages import (
-    RUNNING,
-    Hello,
-    Message,
-    PeerLost,
-    SamplingParams,
-    Start,
-    TokenBatch,
-    Welcome,
-    WorkerReady,
-)
+from transport.messages.base import Hello, Message, Welcome
+from transport.messages.control import PeerLost
+from transport.messages.generate import RUNNING, SamplingParams, TokenBatch
+from transport.messages.to_router import WorkerReady
+from transport.messages.to_worker import Start
 from transport.sockets import Received
-from transport.telemetry import MetricSet
+from transport.telemetry.metrics import MetricSet
 from workers.daemon_inbox import DaemonInbox
-from workers.fake_engine import FakeEngine, FakeEngineSettings
-from workers.scheduler import Scheduler
+from workers.engine.fake import FakeEngine, FakeEngineSettings
+from workers.scheduling.scheduler import Scheduler
 from workers.worker import Worker, WorkerTelemetry
 
 HELLO = Hello(1, "worker", ProcessName("worker/0"), 1, "hash")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from transport.telemetry import MetricSet
-from workers.engine import EngineInfo
-from workers.fake_engine import FakeEngine, FakeEngineSettings
-from workers.scheduler import Scheduler
+from transport.telemetry.metrics import MetricSet
+from workers.contract import EngineInfo
+from workers.engine.fake import FakeEngine, FakeEngineSettings
+from workers.scheduling.scheduler import Scheduler
 from workers.worker import WorkerTelemetry
 
 

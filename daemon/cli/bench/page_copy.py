@@ -9,9 +9,9 @@ import msgspec
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from daemon.accelerator import nvidia_devices
 from daemon.cli.inspect.session import make_console
 from daemon.errors import EXIT_USAGE, DeepInferError
+from daemon.system.accelerator import nvidia_devices
 
 
 def page_copy(

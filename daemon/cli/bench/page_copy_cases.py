@@ -8,9 +8,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from hicache.run_allocator import RunAllocator
-from hicache.runs import IndexArray, merge_runs
-from workers.index_pool import IndexPool
+from hicache.copies.runs import IndexArray, merge_runs
+from hicache.pool.run_allocator import RunAllocator
+from workers.scheduling.index_pool import IndexPool
 
 ROW_SIZES: Final = (16 << 10, 64 << 10, 114_048, 256 << 10, 1 << 20, 4 << 20)
 V41_PAGE_BYTES: Final = 114_048

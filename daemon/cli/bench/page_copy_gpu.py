@@ -26,14 +26,14 @@ from daemon.cli.bench.page_copy_report import (
     judge,
 )
 from daemon.errors import EXIT_USAGE, DeepInferError
-from hicache.copy_choice import CopyChoice
-from hicache.cuda_copy_method import Direction
-from hicache.cuda_pools import PinnedPool, open_cuda_row_copier
-from hicache.cuda_row_copy import CudaRowCopier
+from hicache.copies.copy_choice import CopyChoice
+from hicache.copies.cuda.method import Direction
+from hicache.copies.cuda.pools import PinnedPool, open_cuda_row_copier
+from hicache.copies.cuda.row_copy import CudaRowCopier
 from hicache.errors import HostPoolError
-from hicache.host_pool import HostPool, PoolGeometry
-from hicache.segment import create_segment
-from workers.host_memory import available_host_memory
+from hicache.pool.host_pool import HostPool, PoolGeometry
+from hicache.pool.segment import create_segment
+from workers.engine.host_memory import available_host_memory
 
 CHOICES: Final[tuple[CopyChoice, ...]] = ("batch", "kernel", "auto")
 DIRECTIONS: Final[tuple[Direction, ...]] = ("up", "down")

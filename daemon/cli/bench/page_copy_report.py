@@ -11,7 +11,7 @@ from rich.table import Table
 
 from daemon.cli.inspect.session import plain_table
 from daemon.cli.units import size
-from hicache.cuda_copy_method import Direction
+from hicache.copies.cuda.method import Direction
 
 GOAL_CASE: Final = "32K prompt, fresh"
 GOAL_METHOD: Final = "auto"

@@ -14,9 +14,9 @@ from daemon.cli.inspect.session import ASK_SECONDS, DEFAULT_OUTPUT, Inspection, 
 from daemon.cli.inspect.usage_bar import part_of, usage_bar
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.cli.units import number
-from daemon.inspection_client import InspectionClient
-from daemon.report_types import CacheRow, CommandReport
-from transport.messages import CacheCommand
+from daemon.inspection.inspection_client import InspectionClient
+from daemon.inspection.report_types import CacheRow, CommandReport
+from transport.messages.control import CacheCommand
 
 REPORT_SECONDS: Final = 8.0
 """More than the daemon waits for its workers."""

@@ -12,9 +12,9 @@ from rich.console import RenderableType
 from daemon.cli.inspect.session import make_console, print_json
 from daemon.cli.target import Target
 from daemon.errors import DeepInferError
-from daemon.inspection_client import InspectionClient
-from daemon.report_types import CommandReport
-from transport.messages import ProcessCommand
+from daemon.inspection.inspection_client import InspectionClient
+from daemon.inspection.report_types import CommandReport
+from transport.messages.control import ProcessCommand
 
 COMMAND_SECONDS: Final = 8.0
 """More than the daemon waits for its processes."""

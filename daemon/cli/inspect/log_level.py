@@ -11,9 +11,9 @@ from rich.text import Text
 from daemon.cli.inspect.command import Process, carry_out
 from daemon.cli.inspect.session import AsJson, plain_table
 from daemon.cli.target import DEFAULT_TARGET, Target
-from daemon.report_types import CommandReport
+from daemon.inspection.report_types import CommandReport
 from transport.ids import ProcessName
-from transport.messages import SetLogLevel
+from transport.messages.control import SetLogLevel
 
 Level = Annotated[
     Literal["debug", "info", "warning", "error"],

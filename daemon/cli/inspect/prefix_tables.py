@@ -10,7 +10,7 @@ from rich.text import Text
 from daemon.cli.inspect.session import plain_table
 from daemon.cli.inspect.usage_bar import part_of, usage_bar
 from daemon.cli.units import duration, number, percent
-from daemon.report_types import CacheRow
+from daemon.inspection.report_types import CacheRow
 
 SHOWN = 10
 

@@ -8,7 +8,7 @@ from rich.text import Text
 from daemon.cli.inspect.session import DEFAULT_OUTPUT, Inspection, Output, plain_table
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.cli.units import duration, percent, size
-from daemon.report_types import ProcessRow
+from daemon.inspection.report_types import ProcessRow
 
 HANGS_SECONDS = 10.0
 """A main loop turns several times a second, except in a long step of the engine."""

@@ -8,7 +8,7 @@ from rich.text import Text
 from daemon.cli.inspect.session import DEFAULT_OUTPUT, Inspection, Output, plain_table
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.cli.units import number
-from daemon.report_types import QueueRow
+from daemon.inspection.report_types import QueueRow
 
 
 def queues_table(rows: list[QueueRow]) -> RenderableType:

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 
 from daemon.cli.target import Target
-from daemon.inspection_client import InspectionClient
+from daemon.inspection.inspection_client import InspectionClient
 
 ASK_SECONDS: Final = 5.0
 REFRESH_SECONDS: Final = 1.0

@@ -8,7 +8,7 @@ from rich.text import Text
 from daemon.cli.inspect.session import DEFAULT_OUTPUT, Inspection, Output, plain_table
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.cli.units import number, size
-from daemon.report_types import SocketRow
+from daemon.inspection.report_types import SocketRow
 
 
 def sockets_table(rows: list[SocketRow]) -> RenderableType:

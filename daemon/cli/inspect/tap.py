@@ -14,8 +14,8 @@ from rich.text import Text
 from daemon.cli.inspect.session import AsJson, make_console
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.cli.units import size
-from daemon.report_types import TapReport
-from daemon.tap_client import TapClient
+from daemon.inspection.report_types import TapReport
+from daemon.inspection.tap_client import TapClient
 
 MOST_IDS = 3
 """Requests of one message that a line names."""

@@ -9,9 +9,9 @@ from frontend.tokenizer.errors import PromptError
 from frontend.tokenizer.run import TokenizerLoop
 from transport.framing import encode_header
 from transport.ids import ProcessName, RequestId
-from transport.messages import Encode, RequestFailed
+from transport.messages.generate import Encode, RequestFailed
 from transport.sockets import Received
-from transport.telemetry import MetricSet
+from transport.telemetry.metrics import MetricSet
 
 
 class Dealer:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from transport.messages import SamplingParams
-from workers.engine import DecodeRow, PromptChunk, StepPlan
-from workers.engine_settings import EngineSettings
-from workers.models.deepseek_v41.engine import create_deepseek_v41_engine
-from workers.models.deepseek_v41.serving_engine import DeepseekV41Engine
+from transport.messages.generate import SamplingParams
+from workers.contract import DecodeRow, PromptChunk, StepPlan
+from workers.engine.settings import EngineSettings
+from workers.models.deepseek_v41.model.engine import create_deepseek_v41_engine
+from workers.models.deepseek_v41.model.serving_engine import DeepseekV41Engine
 
 DATA = Path(__file__).parents[2] / "data"
 GREEDY = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hicache.errors import HostPoolError
-from workers.models.deepseek_v41.cache_copies import DeepseekV41Copies
+from workers.models.deepseek_v41.cache.cache_copies import DeepseekV41Copies
 
 
 def test_a_state_that_finds_no_memory_is_a_store_that_is_refused():

@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from workers.engine import ModelLoadError
-from workers.models.deepseek_v41.checkpoint import Checkpoint, open_checkpoint
-from workers.models.deepseek_v41.config_file import read_config
-from workers.models.deepseek_v41.dummy_weights import DummyWeights
-from workers.models.deepseek_v41.formats import dequantize
-from workers.models.deepseek_v41.load_progress import load_progress
-from workers.models.deepseek_v41.tensor_table import (
+from workers.contract import ModelLoadError
+from workers.models.deepseek_v41.config.config_file import read_config
+from workers.models.deepseek_v41.weights.checkpoint import Checkpoint, open_checkpoint
+from workers.models.deepseek_v41.weights.dummy import DummyWeights
+from workers.models.deepseek_v41.weights.formats import dequantize
+from workers.models.deepseek_v41.weights.load_progress import load_progress
+from workers.models.deepseek_v41.weights.tensor_table import (
     expected_tensors,
     is_engram_table,
     stored_shape,
@@ -349,7 +349,9 @@ def test_dummy_weights_keep_activations_near_one():
 
 def test_without_a_terminal_progress_is_told_now_and_then(monkeypatch):
     now = 100.0
-    monkeypatch.setattr("workers.models.deepseek_v41.load_progress.time.monotonic", lambda: now)
+    monkeypatch.setattr(
+        "workers.models.deepseek_v41.weights.load_progress.time.monotonic", lambda: now
+    )
     lines: list[str] = []
     with load_progress("Weights", lines.append) as progress:
         progress(10, 10**11)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from workers.engine import ModelLoadError
-from workers.models.deepseek_v41.config import Quantization
-from workers.models.deepseek_v41.config_file import parse_config, read_config
-from workers.models.deepseek_v41.engram_hash import hash_constants
-from workers.models.deepseek_v41.layer_cut import cut_layers
+from workers.contract import ModelLoadError
+from workers.models.deepseek_v41.config.config_file import parse_config, read_config
+from workers.models.deepseek_v41.config.layer_cut import cut_layers
+from workers.models.deepseek_v41.config.model_config import Quantization
+from workers.models.deepseek_v41.engram.hashing import hash_constants
 
 TINY = Path(__file__).parents[2] / "data" / "v41_tiny"
 QUANTISED = TINY.with_name("v41_tiny_quant")

@@ -10,14 +10,14 @@ import torch
 from torch.nn import functional
 
 from workers.models.deepseek_v41 import attention, hyper_connection, indexer, model, moe
-from workers.models.deepseek_v41.compressor import Compressor
-from workers.models.deepseek_v41.engram import Engram
-from workers.models.deepseek_v41.hyper_connection import HyperConnection, Mix
-from workers.models.deepseek_v41.indexer import EntryChooser, Indexer
-from workers.models.deepseek_v41.linear import RMSNorm
-from workers.models.deepseek_v41.model import Layer
-from workers.models.deepseek_v41.moe import Gate
-from workers.models.deepseek_v41.rope import Rotation, _frequencies, _yarn
+from workers.models.deepseek_v41.attention.compressor import Compressor
+from workers.models.deepseek_v41.attention.indexer import EntryChooser, Indexer
+from workers.models.deepseek_v41.attention.rope import Rotation, _frequencies, _yarn
+from workers.models.deepseek_v41.engram.layer import Engram
+from workers.models.deepseek_v41.model.hyper_connection import HyperConnection, Mix
+from workers.models.deepseek_v41.model.linear import RMSNorm
+from workers.models.deepseek_v41.model.model import Layer
+from workers.models.deepseek_v41.moe.moe import Gate
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from workers.models.deepseek_v41.engram_hash import BORDER
-from workers.models.deepseek_v41.model import Layer
-from workers.models.deepseek_v41.serving_caches import ServingCaches
-from workers.models.deepseek_v41.serving_layout import entries_per_page
+from workers.models.deepseek_v41.cache.pools import ServingCaches
+from workers.models.deepseek_v41.cache.row_layout import entries_per_page
+from workers.models.deepseek_v41.engram.hashing import BORDER
+from workers.models.deepseek_v41.model.model import Layer
 
 LENGTH, STEPS = 37, 32
 

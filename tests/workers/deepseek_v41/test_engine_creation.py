@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from workers.engine import ModelLoadError
+from workers.contract import ModelLoadError
+from workers.engine.trial_steps import heaviest_steps
 from workers.models.deepseek_v41 import loading
-from workers.models.deepseek_v41.checkpoint import open_checkpoint
-from workers.models.deepseek_v41.config_file import read_config
-from workers.models.deepseek_v41.dummy_weights import DummyWeights
-from workers.models.deepseek_v41.experts import Experts
-from workers.models.deepseek_v41.model import DeepseekV41
-from workers.models.deepseek_v41.weights import WeightLoader, weight_bytes
-from workers.trial_steps import heaviest_steps
+from workers.models.deepseek_v41.config.config_file import read_config
+from workers.models.deepseek_v41.model.model import DeepseekV41
+from workers.models.deepseek_v41.moe.experts import Experts
+from workers.models.deepseek_v41.weights.checkpoint import open_checkpoint
+from workers.models.deepseek_v41.weights.dummy import DummyWeights
+from workers.models.deepseek_v41.weights.placing import WeightLoader, weight_bytes
 
 DATA = Path(__file__).parents[2] / "data"
 CPU = torch.device("cpu")

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from workers.engine import ModelLoadError
-from workers.models.deepseek_v41.config_file import read_config
-from workers.models.deepseek_v41.engram_hash import BORDER, EngramHash, hash_constants
-from workers.models.deepseek_v41.engram_token_map import load_token_map, token_map_from_tokenizer
+from workers.contract import ModelLoadError
+from workers.models.deepseek_v41.config.config_file import read_config
+from workers.models.deepseek_v41.engram.hashing import BORDER, EngramHash, hash_constants
+from workers.models.deepseek_v41.engram.token_map import load_token_map, token_map_from_tokenizer
 
 TINY = Path(__file__).parents[2] / "data" / "v41_tiny"
 CONFIG = read_config(TINY)

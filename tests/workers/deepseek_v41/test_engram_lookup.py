@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from workers.models.deepseek_v41.config_file import read_config
-from workers.models.deepseek_v41.engram_hash import EngramHash
-from workers.models.deepseek_v41.engram_lookup import EngramLookup
-from workers.models.deepseek_v41.engram_token_map import load_token_map
+from workers.models.deepseek_v41.config.config_file import read_config
+from workers.models.deepseek_v41.engram.hashing import EngramHash
+from workers.models.deepseek_v41.engram.lookup import EngramLookup
+from workers.models.deepseek_v41.engram.token_map import load_token_map
 
 TINY = Path(__file__).parents[2] / "data" / "v41_tiny"
 CONFIG = read_config(TINY)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from workers.models.deepseek_v41.checkpoint import open_checkpoint
-from workers.models.deepseek_v41.config_file import read_config
-from workers.models.deepseek_v41.engram_table import (
+from workers.models.deepseek_v41.config.config_file import read_config
+from workers.models.deepseek_v41.engram.table import (
     DummyEngramTable,
     MappedEngramTable,
     open_engram_table,
 )
-from workers.models.deepseek_v41.formats import dequantize_rows
+from workers.models.deepseek_v41.weights.checkpoint import open_checkpoint
+from workers.models.deepseek_v41.weights.formats import dequantize_rows
 
 TINY = Path(__file__).parents[2] / "data" / "v41_tiny"
 QUANTISED = TINY.with_name("v41_tiny_quant")

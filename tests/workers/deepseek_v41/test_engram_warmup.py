@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from workers.models.deepseek_v41 import engram_warmup
-from workers.models.deepseek_v41.checkpoint import open_checkpoint
-from workers.models.deepseek_v41.config_file import read_config
-from workers.models.deepseek_v41.engram_table import stored_tensors
-from workers.models.deepseek_v41.engram_warmup import EngramWarmup
+from workers.models.deepseek_v41.config.config_file import read_config
+from workers.models.deepseek_v41.engram.table import stored_tensors
+from workers.models.deepseek_v41.engram.warmup import EngramWarmup
+from workers.models.deepseek_v41.weights.checkpoint import open_checkpoint
 
 QUANTISED = Path(__file__).parents[2] / "data" / "v41_tiny_quant"
 BYTES = (606 + 796) * 33

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from workers.models.deepseek_v41.cache_formats import (
+from workers.models.deepseek_v41.cache.cache_formats import (
     GLOBAL_KV,
     INDEX_KEY,
     WINDOW_KV,
     RecordFormat,
 )
-from workers.models.deepseek_v41.formats import (
+from workers.models.deepseek_v41.weights.formats import (
     dequantize,
     dequantize_fp4,
     dequantize_fp8,

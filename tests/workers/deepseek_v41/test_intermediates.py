@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from workers.models.deepseek_v41.attention import Attention
-from workers.models.deepseek_v41.indexer import EntryChooser
-from workers.models.deepseek_v41.model import Layer
-from workers.models.deepseek_v41.moe import Gate, MoE
+from workers.models.deepseek_v41.attention.attention import Attention
+from workers.models.deepseek_v41.attention.indexer import EntryChooser
+from workers.models.deepseek_v41.model.model import Layer
+from workers.models.deepseek_v41.moe.moe import Gate, MoE
 
 
 @pytest.fixture(scope="module")

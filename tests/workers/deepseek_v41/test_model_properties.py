@@ -13,16 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.models.deepseek_v41.config import ModelConfig, RopeScaling
-from workers.models.deepseek_v41.dummy_weights import DummyWeights
-from workers.models.deepseek_v41.engram_hash import EngramHash, _primes_from
-from workers.models.deepseek_v41.engram_lookup import EngramLookup
-from workers.models.deepseek_v41.engram_table import DummyEngramTable
-from workers.models.deepseek_v41.model import DeepseekV41
-from workers.models.deepseek_v41.serving_caches import ServingCaches
-from workers.models.deepseek_v41.serving_layout import build_serving_layout
-from workers.models.deepseek_v41.step import Segment, StepBuilder
-from workers.models.deepseek_v41.weights import WeightLoader
+from workers.models.deepseek_v41.cache.pools import ServingCaches
+from workers.models.deepseek_v41.cache.row_layout import build_serving_layout
+from workers.models.deepseek_v41.config.model_config import ModelConfig, RopeScaling
+from workers.models.deepseek_v41.engram.hashing import EngramHash, _primes_from
+from workers.models.deepseek_v41.engram.lookup import EngramLookup
+from workers.models.deepseek_v41.engram.table import DummyEngramTable
+from workers.models.deepseek_v41.model.model import DeepseekV41
+from workers.models.deepseek_v41.model.step import Segment, StepBuilder
+from workers.models.deepseek_v41.weights.dummy import DummyWeights
+from workers.models.deepseek_v41.weights.placing import WeightLoader
 
 VOCAB = 40
 CPU = torch.device("cpu")

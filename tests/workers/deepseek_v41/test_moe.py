@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.models.deepseek_v41.config_file import read_config
-from workers.models.deepseek_v41.experts import EXPERT_MATRICES, Experts
-from workers.models.deepseek_v41.formats import dequantize_fp4
-from workers.models.deepseek_v41.moe import routed_experts, swiglu, tile_rows
+from workers.models.deepseek_v41.config.config_file import read_config
+from workers.models.deepseek_v41.moe.experts import EXPERT_MATRICES, Experts
+from workers.models.deepseek_v41.moe.moe import routed_experts, swiglu, tile_rows
+from workers.models.deepseek_v41.weights.formats import dequantize_fp4
 
 COUNT, WIDTH, HIDDEN = 5, 64, 32
 CONFIG = read_config(

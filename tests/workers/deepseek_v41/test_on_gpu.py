@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from workers.engine import DecodeRow, StepPlan
-from workers.models.deepseek_v41.config_file import read_config
-from workers.models.deepseek_v41.dummy_weights import DummyWeights
-from workers.models.deepseek_v41.model import DeepseekV41
-from workers.models.deepseek_v41.serving_caches import ServingCaches
-from workers.models.deepseek_v41.serving_layout import build_serving_layout
-from workers.models.deepseek_v41.states import cut_state
-from workers.models.deepseek_v41.weights import weight_bytes
+from workers.contract import DecodeRow, StepPlan
+from workers.models.deepseek_v41.cache.pools import ServingCaches
+from workers.models.deepseek_v41.cache.row_layout import build_serving_layout
+from workers.models.deepseek_v41.cache.states import cut_state
+from workers.models.deepseek_v41.config.config_file import read_config
+from workers.models.deepseek_v41.model.model import DeepseekV41
+from workers.models.deepseek_v41.weights.dummy import DummyWeights
+from workers.models.deepseek_v41.weights.placing import weight_bytes
 
 pytestmark = [
     pytest.mark.gpu,

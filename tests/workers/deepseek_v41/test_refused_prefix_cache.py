@@ -9,7 +9,7 @@ import pytest
 from transport.child import ProcessSettings
 from transport.ids import ProcessName
 from workers import prefix_storage
-from workers.engine import ModelLoadError
+from workers.contract import ModelLoadError
 from workers.models.deepseek_v41 import engine as engine_module
 from workers.run import create_engine
 from workers.settings import WorkerSettings

@@ -6,10 +6,10 @@ import pytest
 from msgspec.structs import replace
 
 from transport.ids import ProcessName, RequestId
-from transport.messages import RUNNING, SamplingParams
-from workers.engine import EngineError, PromptChunk, StepPlan
-from workers.scheduler import Scheduler
-from workers.sequence import Sequence
+from transport.messages.generate import RUNNING, SamplingParams
+from workers.contract import EngineError, PromptChunk, StepPlan
+from workers.scheduling.scheduler import Scheduler
+from workers.scheduling.sequence import Sequence
 
 LENGTHS = (37, 130, 300)
 GREEDY = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)

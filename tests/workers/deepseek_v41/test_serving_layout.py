@@ -7,10 +7,10 @@ from math import prod
 import pytest
 
 from workers.models.deepseek_v41 import cache_layout
-from workers.models.deepseek_v41.cache_layout import build_cache_layout
-from workers.models.deepseek_v41.config import ModelConfig, Quantization, RopeScaling
-from workers.models.deepseek_v41.layer_cut import cut_layers
-from workers.models.deepseek_v41.serving_layout import build_serving_layout
+from workers.models.deepseek_v41.cache.cache_layout import build_cache_layout
+from workers.models.deepseek_v41.cache.row_layout import build_serving_layout
+from workers.models.deepseek_v41.config.layer_cut import cut_layers
+from workers.models.deepseek_v41.config.model_config import ModelConfig, Quantization, RopeScaling
 
 KEEP = 140
 RELEASED = ModelConfig(

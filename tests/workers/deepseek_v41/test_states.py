@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from workers.models.deepseek_v41.engram_hash import BORDER
-from workers.models.deepseek_v41.step import Segment, StepBuilder
+from workers.models.deepseek_v41.engram.hashing import BORDER
+from workers.models.deepseek_v41.model.step import Segment, StepBuilder
 
 KEEP = 24
 

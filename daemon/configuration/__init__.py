@@ -1,0 +1,1 @@
+"""Every option once, and where its value comes from."""

@@ -1,0 +1,150 @@
+"""Where option values come from: flag, then environment, then TOML file, then default.
+
+cyclopts parses all of them; this module tells it which file to read and keeps a record of each
+value's origin for `deepinfer config show`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from cyclopts import App, ArgumentCollection
+from cyclopts.argument import Token
+from cyclopts.config import Env, Toml
+from cyclopts.exceptions import CycloptsError
+
+from daemon.configuration.config import InstanceConfig
+
+ENVIRONMENT_PREFIX: Final = "DEEPINFER_"
+MODEL_DIR_VARIABLE: Final = "DEEPINFER_HF_MODEL_DIR"
+OTHER_VARIABLES: Final = (MODEL_DIR_VARIABLE, "DEEPINFER_CACHE_DIR", "DEEPINFER_QUIET_START")
+"""Those that belong to no option by their name."""
+SYSTEM_CONFIG_DIR: Final = Path("/etc/deepinfer")
+
+
+def _first_token(arguments: ArgumentCollection, name: str) -> str | None:
+    argument = arguments.get(name, None)
+    if argument is None or not argument.tokens:
+        return None
+    return str(argument.tokens[0].value)
+
+
+class ModelDirVariable:
+    """The other variable that names the model; DEEPINFER_MODEL goes before it."""
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        """Set --model where nothing has set it yet."""
+        argument, value = arguments.get("--model", None), os.environ.get(MODEL_DIR_VARIABLE)
+        if argument is not None and not argument.tokens and value is not None:
+            argument.append(Token(keyword=MODEL_DIR_VARIABLE, value=value, source="env"))
+
+
+class _OptionsFile(Toml):
+    """TOML in which --hf-overrides may be a table instead of a text with JSON."""
+
+    def _load_config(self, path: Path) -> dict[str, object]:
+        try:
+            options: dict[str, object] = super()._load_config(path)
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise CycloptsError(
+                msg=f"The configuration file {path} is no valid TOML: {error}."
+            ) from error
+        for name in ("hf_overrides", "hf-overrides"):
+            if isinstance(options.get(name), dict):
+                options[name] = msgspec.json.encode(options[name]).decode()
+        return options
+
+
+class InstanceFile:
+    """Reads the TOML file named by --config, else that of the instance if there is one.
+
+    Runs after the flags and the environment, so both may name the file or the instance. Commands
+    that take only some options ignore the others; `serve` refuses unknown keys.
+    """
+
+    def __init__(self, system_dir: Path = SYSTEM_CONFIG_DIR) -> None:
+        self._system_dir = system_dir
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        """Add the file's values to `arguments` where nothing has set them yet."""
+        named = _first_token(arguments, "--config")
+        if arguments.get("--instance", None) is None:
+            return
+        instance = _first_token(arguments, "--instance") or "default"
+        path = Path(named) if named else self._system_dir / f"{instance}.toml"
+        if named is not None:
+            _check_readable(path)
+        elif "/" in instance or not path.is_file():
+            return
+        takes_all = arguments.get("--model", None) is not None
+        _OptionsFile(path, use_commands_as_keys=False, allow_unknown=not takes_all)(
+            app, commands, arguments
+        )
+
+
+def _check_readable(path: Path) -> None:
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise CycloptsError(
+            msg=f"The configuration file {path} cannot be read ({error.strerror}): "
+            "name another one with --config."
+        ) from error
+
+
+class Provenance:
+    """Remembers where the values of the last parsed command came from."""
+
+    def __init__(self) -> None:
+        self._origins: dict[str, str] = {}
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        """Take note; changes nothing. The last of the sources."""
+        self._origins = {
+            argument.field_info.name: _origin(argument.tokens[0].source, argument.tokens[0].keyword)
+            for argument in arguments
+            if argument.tokens
+        }
+
+    def origin(self, field_name: str) -> str:
+        """Such as `flag --port`, `environment DEEPINFER_PORT`, `file /etc/…`, `default`."""
+        return self._origins.get(field_name, "default")
+
+
+def _origin(source: str, keyword: str | None) -> str:
+    if source == "cli":
+        return f"flag {keyword}"
+    if source == "env":
+        return f"environment {keyword}"
+    return f"file {source}"
+
+
+provenance: Final = Provenance()
+"""Of the command that this process runs."""
+
+SOURCES: Final = (
+    Env(ENVIRONMENT_PREFIX, command=False), ModelDirVariable(), InstanceFile(), provenance,
+)  # fmt: skip
+
+
+def unknown_variables(names: Iterable[str]) -> list[str]:
+    """A sentence for each variable of the environment that looks like an option but is none: a slip
+    would otherwise be ignored in silence."""
+    prefix = ENVIRONMENT_PREFIX
+    known = [field.name.upper() for field in dataclasses.fields(InstanceConfig)]
+    known += [name.removeprefix(prefix) for name in OTHER_VARIABLES]
+    sentences = []
+    for name in sorted(names):
+        option = name.removeprefix(prefix)
+        if name.startswith(prefix) and option not in known:
+            near = difflib.get_close_matches(option, known, 1)
+            hint = f": did you mean {prefix}{near[0]}?" if near else "."
+            sentences.append(f"The environment variable {name} is ignored, it is no option{hint}")
+    return sentences

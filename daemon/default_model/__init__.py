@@ -1,0 +1,1 @@
+"""The model that is served when none is named."""

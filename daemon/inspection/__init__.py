@@ -1,0 +1,1 @@
+"""Questions to a live instance, asked and answered."""

@@ -1,0 +1,186 @@
+"""The daemon's two sockets: control (hello, states, questions, commands) and telemetry.
+
+What comes in is turned into calls of a `ControlHandler`; what the handler returns goes back.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+import zmq
+
+from daemon.inspection.command_relay import CommandError, CommandRelay
+from transport.framing import BadMessage, decode_header
+from transport.ids import ProcessName
+from transport.messages.base import PROTOCOL_VERSION, Hello, Message, Refused, Welcome
+from transport.messages.control import (
+    Answer,
+    CacheCommand,
+    CommandDone,
+    DumpStacks,
+    FatalError,
+    ProcessCommand,
+    Query,
+    SetLogLevel,
+    StateChanged,
+    StatusHeld,
+    StopInstance,
+)
+from transport.messages.telemetry import Snapshot
+from transport.sockets import Endpoints, Received, RouterSocket, SubscriberSocket
+from transport.telemetry.values import SocketStats
+
+TELEMETRY_QUEUE = 10_000
+
+log = logging.getLogger(__name__)
+
+
+class QueryError(ValueError):
+    """A question that the daemon cannot answer; the text goes to whoever asked."""
+
+
+class ControlHandler(Protocol):
+    """What the control server needs of the instance."""
+
+    def knows(self, hello: Hello) -> str | None:
+        """Why this process is not expected here, or None."""
+        ...
+
+    def welcomed(self, name: ProcessName) -> None:
+        """A process has joined."""
+        ...
+
+    def state_changed(self, name: ProcessName, message: StateChanged) -> None:
+        """A process says what it is doing."""
+        ...
+
+    def status_held(self, name: ProcessName, serial: int) -> None:
+        """A frontend acts on the `InstanceStatus` with this serial."""
+        ...
+
+    def fatal_error(self, name: ProcessName, reason: str) -> None:
+        """A process ends for a reason that a restart would not cure."""
+        ...
+
+    def snapshot(self, snapshot: Snapshot) -> None:
+        """A process's telemetry."""
+        ...
+
+    def answer(self, what: str) -> bytes:
+        """The answer to a question.
+
+        Raises:
+            QueryError: there is no such question.
+        """
+        ...
+
+    def living(self) -> Mapping[ProcessName, int]:
+        """The pid of every child that is alive."""
+        ...
+
+    def stop_requested(self, drain_timeout: float | None) -> None:
+        """Somebody wants the instance to stop."""
+        ...
+
+
+class ControlServer:
+    """Owner of both sockets."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoints: Endpoints, config_hash: str
+    ) -> None:
+        self._config_hash = config_hash
+        self._control = RouterSocket(context, endpoints.control)
+        self._relay = CommandRelay(self._control)
+        self._telemetry = SubscriberSocket(context, endpoints.telemetry, TELEMETRY_QUEUE)
+
+    def register(self, poller: zmq.Poller) -> None:
+        """Wake the poller when something comes in."""
+        poller.register(self._control.socket, zmq.POLLIN)
+        poller.register(self._telemetry.socket, zmq.POLLIN)
+
+    def handle_incoming(self, handler: ControlHandler) -> None:
+        """Handle all that is there now."""
+        try:
+            for received in self._control.drain():
+                self._handle(received, handler)
+        except BadMessage:
+            log.exception("dropped a control message that cannot be decoded")
+        self._relay.give_up(time.monotonic())
+        self._handle_telemetry(handler)
+
+    def send(self, peer: ProcessName, message: Message) -> bool:
+        """Tell a process something; False if it does not listen."""
+        return self._control.send(peer, message)
+
+    def socket_stats(self) -> list[SocketStats]:
+        """Traffic of both sockets."""
+        return [self._control.stats(), self._telemetry.stats()]
+
+    def close(self) -> None:
+        """Close both sockets. Idempotent."""
+        self._control.close()
+        self._telemetry.close()
+
+    def _handle_telemetry(self, handler: ControlHandler) -> None:
+        for frame in self._telemetry.drain(TELEMETRY_QUEUE):
+            try:
+                message = decode_header(frame)
+            except BadMessage:
+                log.exception("dropped a snapshot that cannot be decoded")
+                continue
+            if isinstance(message, Snapshot):
+                handler.snapshot(message)
+
+    def _handle(self, received: Received, handler: ControlHandler) -> None:
+        peer = received.peer
+        match received.message:
+            case Hello() as hello:
+                problem = self._refusal(hello) or handler.knows(hello)
+                if problem is not None:
+                    log.error("refused %s: %s", peer, problem)
+                    self._control.send(peer, Refused(problem))
+                    return
+                self._control.send(peer, Welcome())
+                handler.welcomed(peer)
+            case StateChanged() as change:
+                handler.state_changed(peer, change)
+            case StatusHeld(serial):
+                handler.status_held(peer, serial)
+            case FatalError(reason):
+                handler.fatal_error(peer, reason)
+            case Query(what, serial):
+                self._answer(peer, what, serial, handler)
+            case DumpStacks() | SetLogLevel() | CacheCommand() as command:
+                self._carry_out(peer, command, handler)
+            case CommandDone(serial):
+                self._relay.done(peer, serial, received.frames)
+            case StopInstance(drain_timeout, serial):
+                self._control.send(peer, Answer(serial), b"{}")
+                handler.stop_requested(drain_timeout)
+            case other:
+                log.warning("%s sent a %s, which is not for a daemon", peer, type(other).__name__)
+
+    def _answer(self, peer: ProcessName, what: str, serial: int, handler: ControlHandler) -> None:
+        try:
+            self._control.send(peer, Answer(serial), handler.answer(what))
+        except QueryError as error:
+            self._control.send(peer, Answer(serial, str(error)), b"")
+
+    def _carry_out(
+        self, peer: ProcessName, command: ProcessCommand, handler: ControlHandler
+    ) -> None:
+        try:
+            self._relay.start(peer, command, handler.living(), time.monotonic())
+        except CommandError as error:
+            self._control.send(peer, Answer(command.serial, str(error)), b"")
+
+    def _refusal(self, hello: Hello) -> str | None:
+        if hello.version != PROTOCOL_VERSION:
+            return f"it speaks protocol {hello.version}, this daemon speaks {PROTOCOL_VERSION}"
+        if hello.config_hash != self._config_hash:
+            return "it was started with another configuration"
+        return None

@@ -1,0 +1,274 @@
+"""Answers to questions about the instance, from what the daemon knows already: nobody is asked in
+turn, so that they come at once while a process hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import msgspec
+
+from daemon.inspection.control_server import QueryError
+from daemon.inspection.report_types import (
+    QUESTIONS,
+    CacheRow,
+    ProcessRow,
+    QueueRow,
+    RequestCounts,
+    RequestReport,
+    SocketRow,
+    StateReport,
+    StatusReport,
+    WorkDone,
+)
+from daemon.metrics.exposition import DAEMON_NAME, MetricsExporter, living_pids
+from daemon.supervision.instance_view import InstanceView
+from daemon.supervision.supervisor import Child
+from daemon.system.process_usage import ProcessUsage
+from transport.messages.telemetry import RequestRow, Snapshot
+
+
+def answer(what: str, view: InstanceView, exporter: MetricsExporter) -> bytes:
+    """The answer to one of `QUESTIONS`: JSON, or for `metrics` the exposition.
+
+    Raises:
+        QueryError: there is no such question.
+    """
+    if what == "metrics":
+        return exporter.render(view)
+    report = _REPORTS.get(what)
+    if report is None:
+        raise QueryError(f"There is no question {what!r}: ask one of {', '.join(QUESTIONS)}")
+    return msgspec.json.encode(report(view, exporter))
+
+
+def status(view: InstanceView, exporter: MetricsExporter) -> StatusReport:
+    """Does the instance serve, and what does it do?"""
+    totals = exporter.totals(view)
+    workers = [child for child in view.children.values() if child.spec.role == "worker"]
+    return StatusReport(
+        instance=view.instance,
+        state=view.state,
+        reason=view.reason,
+        url=view.url,
+        model=view.model_name,
+        pid=view.pid,
+        uptime_seconds=_seconds(view.now - view.started_at),
+        accelerator=view.accelerator,
+        run_dir=view.run_dir,
+        ranks=len(workers),
+        ranks_ready=sum(worker.ready for worker in workers),
+        requests=_request_counts(view),
+        work=WorkDone(
+            prompt_tokens=int(totals.counter("prefill_tokens_computed")),
+            generation_tokens=int(totals.counter("decode_tokens_computed")),
+            requests=totals.observations("e2e_request_latency_seconds"),
+        ),
+    )
+
+
+def processes(view: InstanceView, exporter: MetricsExporter) -> list[ProcessRow]:
+    """The daemon and all its children."""
+    usage = exporter.usage
+    rows = [_daemon_row(view, usage)]
+    rows += [_process_row(child, view.now, usage) for child in view.children.values()]
+    usage.keep(living_pids(view))
+    return rows
+
+
+def requests(view: InstanceView, _: MetricsExporter) -> list[RequestReport]:
+    """The oldest live requests, oldest first."""
+    return [
+        _request_report(row, view.now)
+        for snapshot in _snapshots(view, "router")
+        for row in sorted(snapshot.requests, key=lambda row: row.stages.received)
+    ]
+
+
+def queues(view: InstanceView, _: MetricsExporter) -> list[QueueRow]:
+    """All queues that processes report, also those without a bound of their own."""
+    return [
+        QueueRow(snapshot.name, queue.name, queue.depth, queue.high_water, queue.capacity or None)
+        for snapshot in _snapshots(view)
+        for queue in snapshot.queues
+    ]
+
+
+def cache(view: InstanceView, exporter: MetricsExporter) -> list[CacheRow]:
+    """The page pool and the prefix cache of each rank."""
+    totals = exporter.totals(view)
+    rows = []
+    for child in view.children.values():
+        if child.spec.role != "worker":
+            continue
+        rank = child.name.partition("/")[2]
+        used, total = _gauge(child, "kv_pages_used"), _gauge(child, "kv_pages")
+        ratio = None if used is None or not total else round(used / total, 4)
+        queries = totals.counter("prefix_cache_queries", rank)
+        hits = totals.counter("prefix_cache_hits", rank)
+        rows.append(
+            CacheRow(
+                rank=int(rank),
+                process=child.name,
+                pages_used=used,
+                pages_total=total,
+                page_usage_ratio=ratio,
+                slots_used=_gauge(child, "sequence_slots_used"),
+                slots_total=_gauge(child, "sequence_slots"),
+                sequences_running=_gauge(child, "num_requests_running"),
+                sequences_waiting=_gauge(child, "num_requests_waiting"),
+                preemptions=int(totals.counter("num_preemptions", rank)),
+                host_pages_used=_gauge(child, "hicache_pages_used"),
+                host_pages_total=_gauge(child, "hicache_pages"),
+                host_states_used=_gauge(child, "hicache_states_used"),
+                host_states_total=_gauge(child, "hicache_states"),
+                oldest_page_seconds=_gauge(child, "hicache_oldest_page_seconds"),
+                hit_ratio=round(hits / queries, 4) if queries else None,
+            )
+        )
+    return rows
+
+
+def sockets(view: InstanceView, _: MetricsExporter) -> list[SocketRow]:
+    """Traffic of all sockets."""
+    processes = [(DAEMON_NAME, view.sockets)]
+    processes += [(snapshot.name, snapshot.sockets) for snapshot in _snapshots(view)]
+    return [
+        SocketRow(
+            process=process,
+            socket=socket.name,
+            received_messages=socket.received,
+            received_bytes=socket.received_bytes,
+            sent_messages=socket.sent,
+            sent_bytes=socket.sent_bytes,
+            refused_sends=socket.refused,
+        )
+        for process, stats in processes
+        for socket in stats
+    ]
+
+
+def state(view: InstanceView, exporter: MetricsExporter) -> StateReport:
+    """Everything but the metrics."""
+    return StateReport(
+        status=status(view, exporter),
+        processes=processes(view, exporter),
+        requests=requests(view, exporter),
+        queues=queues(view, exporter),
+        cache=cache(view, exporter),
+        sockets=sockets(view, exporter),
+    )
+
+
+_REPORTS: Final[dict[str, Callable[[InstanceView, MetricsExporter], object]]] = {
+    "status": status,
+    "processes": processes,
+    "requests": requests,
+    "queues": queues,
+    "cache": cache,
+    "sockets": sockets,
+    "state": state,
+}
+
+
+def _snapshots(view: InstanceView, role: str | None = None) -> Iterator[Snapshot]:
+    for child in view.children.values():
+        if child.snapshot is not None and role in (None, child.spec.role):
+            yield child.snapshot
+
+
+def _request_counts(view: InstanceView) -> RequestCounts:
+    counts = dict.fromkeys(RequestCounts.__struct_fields__, 0)
+    for snapshot in _snapshots(view, "router"):
+        for (stage,), value in snapshot.gauges.get("router_requests", []):
+            if stage in counts:
+                counts[stage] += int(value)
+    return RequestCounts(**counts)
+
+
+def _gauge(child: Child, name: str) -> int | None:
+    values = [] if child.snapshot is None else child.snapshot.gauges.get(name, [])
+    return int(values[0][1]) if values else None
+
+
+def _daemon_row(view: InstanceView, usage: ProcessUsage) -> ProcessRow:
+    used = usage.read(view.pid)
+    return ProcessRow(
+        name=DAEMON_NAME,
+        role="daemon",
+        pid=view.pid,
+        state=view.state,
+        detail=view.reason,
+        uptime_seconds=_seconds(view.now - view.started_at),
+        rss_bytes=None if used is None else used.rss_bytes,
+        cpu_percent=None if used is None else round(used.cpu_percent, 1),
+        cpu_seconds=None if used is None else round(used.cpu_seconds, 2),
+        restarts=0,
+        heartbeat_age_seconds=None,
+        progress=None,
+        progress_age_seconds=None,
+        last_exit="",
+    )
+
+
+def _process_row(child: Child, now: float, usage: ProcessUsage) -> ProcessRow:
+    process, snapshot = child.process, child.snapshot
+    used = None if process is None else usage.read(process.pid)
+    return ProcessRow(
+        name=child.name,
+        role=child.spec.role,
+        pid=None if process is None else process.pid,
+        state=_state(child),
+        detail=child.fatal or child.detail,
+        uptime_seconds=None if process is None else _seconds(now - process.started_at),
+        rss_bytes=None if used is None else used.rss_bytes,
+        cpu_percent=None if used is None else round(used.cpu_percent, 1),
+        cpu_seconds=None if used is None else round(used.cpu_seconds, 2),
+        restarts=child.restarts,
+        heartbeat_age_seconds=None if snapshot is None else _seconds(now - child.snapshot_at),
+        progress=None if snapshot is None else snapshot.progress,
+        progress_age_seconds=None if snapshot is None else _seconds(now - child.progress_at),
+        last_exit=child.last_exit,
+        gpu_memory_bytes=_gauge(child, "gpu_memory_bytes"),
+    )
+
+
+def _state(child: Child) -> str:
+    if child.process is None:
+        return "ended" if child.restart_at is None else "restarting"
+    return child.state or "starting"
+
+
+def _request_report(row: RequestRow, now: float) -> RequestReport:
+    stages = row.stages
+    return RequestReport(
+        request_id=row.request_id,
+        stage=row.stage,
+        frontend=row.frontend,
+        rank=None if row.rank < 0 else row.rank,
+        choices=row.choices,
+        prompt_tokens=row.prompt_tokens,
+        output_tokens=row.output_tokens,
+        age_ms=_milliseconds(now - stages.received),
+        waiting_ms=_between(now, stages.received, stages.tokenizing, stages.queued),
+        tokenizing_ms=_between(now, stages.tokenizing, stages.queued),
+        queued_ms=_between(now, stages.queued, stages.running),
+        running_ms=_between(now, stages.running),
+        stage_ms=_between(now, row.stage_since),
+    )
+
+
+def _between(now: float, entered: float, *later: float) -> float | None:
+    """Time in a stage: until the first later stage that was reached, else until now."""
+    if not entered:
+        return None
+    left = next((moment for moment in later if moment), now)
+    return _milliseconds(left - entered)
+
+
+def _seconds(value: float) -> float:
+    return round(max(value, 0.0), 2)
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(max(seconds, 0.0) * 1000, 1)

@@ -1,0 +1,1 @@
+"""One instance from its checks to its last file."""

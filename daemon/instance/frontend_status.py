@@ -1,0 +1,92 @@
+"""What the frontends are told of the instance, and which of them act on it by now.
+
+A frontend that was told `ready` answers 503 until its own loop has come to read that, and until the
+router has told it what is served: on a busy machine that takes a while. So each of them confirms.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from daemon.supervision.supervisor import Child
+from transport.ids import ProcessName
+from transport.messages.control import InstanceState, InstanceStatus
+
+CONFIRM_SECONDS: Final = 30.0
+"""How long the daemon waits for the frontends to confirm, before it goes on without."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Told:
+    """How far one frontend has come. Serials: 0 is none."""
+
+    sent: int = 0
+    held: int = 0
+
+
+@dataclass
+class FrontendStatus:
+    """The present status and its way to every frontend. No clock in here."""
+
+    send: Callable[[ProcessName, InstanceStatus], bool]
+    """False: it does not read now."""
+    status: InstanceStatus
+    """With the serial that all shall confirm."""
+    changed_at: float
+    """CLOCK_MONOTONIC seconds at which it became the present one."""
+    _told: dict[ProcessName, _Told] = field(default_factory=dict)
+
+    def change(self, state: InstanceState, reason: str, now: float) -> bool:
+        """From now on this is the status; False if it is already."""
+        if (state, reason) == (self.status.state, self.status.reason):
+            return False
+        self.status = InstanceStatus(state, reason, self.status.serial + 1)
+        self.changed_at = now
+        return True
+
+    def joined(self, name: ProcessName) -> None:
+        """A frontend has said hello: it knows nothing yet."""
+        self._told[name] = _Told()
+
+    def held(self, name: ProcessName, serial: int) -> None:
+        """A frontend acts on the status with this serial."""
+        told = self._told.get(name)
+        if told is not None:
+            told.held = serial
+
+    def deliver(self, frontends: Iterable[Child]) -> None:
+        """Tell those that have not been told. One that does not read is told at the next call."""
+        for frontend in frontends:
+            told = self._told.get(frontend.name)
+            # One without a state is new: it has not said hello, and its name is its predecessor's.
+            if told is None or not frontend.alive or frontend.state is None:
+                continue
+            if told.sent != self.status.serial and self.send(frontend.name, self.status):
+                told.sent = self.status.serial
+
+    def unconfirmed(self, frontends: Iterable[Child]) -> list[ProcessName]:
+        """The living frontends that do not act on the present status yet, as far as is known."""
+        serial = self.status.serial
+        return [
+            frontend.name
+            for frontend in frontends
+            if frontend.alive and self._told.get(frontend.name, _Told()).held != serial
+        ]
+
+    def all_hold(self, frontends: Iterable[Child], now: float) -> bool:
+        """Whether all living frontends act on the present status, `ready`, or have had their time."""
+        missing = self.unconfirmed(frontends)
+        if missing and now - self.changed_at < CONFIRM_SECONDS:
+            return False
+        if missing:
+            log.warning(
+                "%s: no sign within %g s of having read that the instance is ready",
+                ", ".join(missing),
+                CONFIRM_SECONDS,
+            )
+        return True

@@ -1,0 +1,78 @@
+"""Whether the weights of all workers fit into this machine's memory, from file sizes and headers.
+
+A lower bound: pages, activations and the processes themselves come on top, so that what is refused
+here could never have run. Tables that stay in their files (DeepSeek's Engram) are not counted. Nothing is
+read but the headers of the checkpoint's files.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from daemon.configuration.config import InstanceConfig
+from daemon.errors import ConfigurationError
+from workers.engine.host_memory import available_host_memory
+
+FLOAT_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+DTYPE_BYTES: Final = {"auto": 4, "float32": 4, "bfloat16": 2, "float16": 2}
+"""In a CPU's memory, by --dtype."""
+MAX_HEADER_BYTES: Final = 100_000_000
+MAPPED_TABLE: Final = ".engram.embed."
+"""In the names of tensors that a worker maps instead of loading them."""
+GIB: Final = 1 << 30
+
+
+class _Tensor(msgspec.Struct):
+    """One entry of a file's header."""
+
+    dtype: str = ""
+    data_offsets: tuple[int, int] = (0, 0)
+
+
+def check_memory(config: InstanceConfig, accelerator: str, model_dir: Path) -> None:
+    """Whether the weights fit. On a GPU the worker plans its own memory.
+
+    Raises:
+        ConfigurationError: they do not.
+    """
+    if accelerator != "cpu":
+        return
+    one = sum(
+        weight_bytes(path, DTYPE_BYTES[config.dtype]) for path in model_dir.glob("*.safetensors")
+    )
+    wanted, found = config.dp * one, available_host_memory()
+    if wanted > found:
+        workers = f" for {config.dp} workers" if config.dp > 1 else ""
+        advice = ", a smaller --dp" if config.dp > 1 else ""
+        raise ConfigurationError(
+            f"The weights in {model_dir} need {wanted / GIB:.1f} GiB of memory{workers}, but "
+            f"{found / GIB:.1f} GiB are available: make room, or choose a smaller model{advice} "
+            "or --dtype bfloat16."
+        )
+
+
+def weight_bytes(path: Path, float_bytes: int) -> int:
+    """Memory of a file's tensors, in bytes, where its floating-point numbers take `float_bytes` each.
+
+    The size of the file where its header tells nothing: the worker will say what is wrong with it.
+    """
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = file.read(min(length, MAX_HEADER_BYTES))
+        tensors = msgspec.json.decode(header, type=dict[str, _Tensor])
+    except (OSError, struct.error, msgspec.MsgspecError, UnicodeDecodeError):
+        return size
+    spans = {name: (tensor.dtype, *tensor.data_offsets) for name, tensor in tensors.items()}
+    if any(not 0 <= begin <= end <= size for _, begin, end in spans.values()):
+        return size
+    return sum(
+        (end - begin) * float_bytes // FLOAT_BYTES.get(dtype, float_bytes)
+        for name, (dtype, begin, end) in spans.items()
+        if MAPPED_TABLE not in name
+    )

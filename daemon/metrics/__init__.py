@@ -1,0 +1,1 @@
+"""The Prometheus exposition and its catalog."""

@@ -1,0 +1,189 @@
+"""The Prometheus exposition of an instance, out of the snapshots of its processes.
+
+The daemon owns it, so that one scrape of any frontend shows the whole instance, and a restart of
+a process does not set back what it had counted. What a process counted after its last snapshot
+is lost with it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from daemon.metrics.catalog import BY_NAME, PREFIX, Kind, Metric
+from daemon.metrics.totals import Labels, Totals, rank_labels
+from daemon.supervision.instance_view import InstanceView
+from daemon.supervision.supervisor import Child
+from daemon.system.process_usage import ProcessUsage
+from transport.messages.telemetry import Snapshot
+from transport.telemetry.values import HistogramValue
+
+DAEMON_NAME = "daemon"
+"""The daemon's own value of the label `process`."""
+
+log = logging.getLogger(__name__)
+
+
+class MetricsExporter:
+    """Keeps what dead processes had counted, and renders the exposition."""
+
+    def __init__(self) -> None:
+        self._ended = Totals()
+        self.usage = ProcessUsage()
+
+    def process_ended(self, snapshot: Snapshot) -> None:
+        """Keep what a process had counted, given its last snapshot."""
+        self._ended.add(snapshot)
+
+    def totals(self, view: InstanceView) -> Totals:
+        """All that living and dead processes have counted."""
+        totals = self._ended.copy()
+        for child in view.children.values():
+            if child.last_snapshot is not None:
+                totals.add(child.last_snapshot)
+        totals.add_sockets(DAEMON_NAME, view.sockets)
+        return totals
+
+    def render(self, view: InstanceView) -> bytes:
+        """The exposition in Prometheus' text format."""
+        families = _Families()
+        totals = self.totals(view)
+        for (name, labels), value in totals.counters.items():
+            families.add_counter(name, labels, value)
+        for (name, labels), histogram in totals.histograms.items():
+            families.add_histogram(name, labels, histogram)
+        for (name, labels), value in _gauge_sums(view.children.values()).items():
+            families.add_gauge(name, labels, value)
+        families.add_gauge("instance_ready", (), float(view.state == "ready"))
+        families.add_gauge("instance_uptime_seconds", (), view.now - view.started_at)
+        for child in view.children.values():
+            _add_child(families, child, view.now)
+            self._add_usage(families, child.name, child.process.pid if child.process else None)
+        families.add_gauge("process_up", (DAEMON_NAME,), 1.0)
+        families.add_gauge("process_uptime_seconds", (DAEMON_NAME,), view.now - view.started_at)
+        self._add_usage(families, DAEMON_NAME, view.pid)
+        self.usage.keep(living_pids(view))
+        return generate_latest(_Exposition(families))
+
+    def _add_usage(self, families: _Families, process: str, pid: int | None) -> None:
+        usage = None if pid is None else self.usage.read(pid)
+        if usage is not None:
+            families.add_gauge("process_resident_memory_bytes", (process,), usage.rss_bytes)
+            families.add_counter("process_cpu_seconds", (process,), usage.cpu_seconds)
+
+
+def living_pids(view: InstanceView) -> set[int]:
+    """Pids of the daemon and of its children."""
+    children = (child.process for child in view.children.values())
+    return {view.pid, *(process.pid for process in children if process is not None)}
+
+
+def _gauge_sums(children: Iterable[Child]) -> dict[tuple[str, Labels], float]:
+    sums: dict[tuple[str, Labels], float] = {}
+    for child in children:
+        if child.snapshot is None:
+            continue
+        before = rank_labels(child.name)
+        for name, values in child.snapshot.gauges.items():
+            for labels, value in values:
+                key = (name, before + labels)
+                sums[key] = sums.get(key, 0.0) + value
+    return sums
+
+
+def _add_child(families: _Families, child: Child, now: float) -> None:
+    process = (child.name,)
+    families.add_gauge("process_up", process, float(child.alive))
+    families.add_counter("process_restarts", process, child.restarts)
+    if child.process is not None:
+        families.add_gauge("process_uptime_seconds", process, now - child.process.started_at)
+    if child.snapshot is None:
+        return
+    families.add_gauge("process_heartbeat_age_seconds", process, now - child.snapshot_at)
+    families.add_gauge("process_progress_age_seconds", process, now - child.progress_at)
+    for queue in child.snapshot.queues:
+        labels = (child.name, queue.name)
+        families.add_gauge("queue_depth", labels, queue.depth)
+        families.add_gauge("queue_high_water", labels, queue.high_water)
+        families.add_gauge("queue_capacity", labels, queue.capacity)
+
+
+class _Exposition(Collector):
+    """What prometheus_client renders."""
+
+    def __init__(self, families: _Families) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Family]:
+        """All families, in a stable order."""
+        return iter(self._families)
+
+
+class _Families:
+    """Series grouped by metric, each with the catalog's labels and help."""
+
+    def __init__(self) -> None:
+        self._counters: dict[str, CounterMetricFamily] = {}
+        self._gauges: dict[str, GaugeMetricFamily] = {}
+        self._histograms: dict[str, HistogramMetricFamily] = {}
+        self._labels: dict[str, tuple[Kind, int]] = {}
+
+    def __iter__(self) -> Iterator[Family]:
+        """The families by name."""
+        families: dict[str, Family] = {**self._counters, **self._gauges, **self._histograms}
+        return (families[name] for name in sorted(families))
+
+    def add_counter(self, name: str, labels: Labels, value: float) -> None:
+        """One series of a counter."""
+        metric = self._describe(name, "counter", labels)
+        if metric is None:
+            return
+        if name not in self._counters:
+            self._counters[name] = CounterMetricFamily(
+                PREFIX + name, metric.help, labels=metric.labels
+            )
+        self._counters[name].add_metric(labels, value)
+
+    def add_gauge(self, name: str, labels: Labels, value: float) -> None:
+        """One series of a gauge."""
+        metric = self._describe(name, "gauge", labels)
+        if metric is None:
+            return
+        if name not in self._gauges:
+            self._gauges[name] = GaugeMetricFamily(PREFIX + name, metric.help, labels=metric.labels)
+        self._gauges[name].add_metric(labels, value)
+
+    def add_histogram(self, name: str, labels: Labels, value: HistogramValue) -> None:
+        """One series of a histogram."""
+        metric = self._describe(name, "histogram", labels)
+        if metric is None:
+            return
+        if name not in self._histograms:
+            self._histograms[name] = HistogramMetricFamily(
+                PREFIX + name, metric.help, labels=metric.labels
+            )
+        bounds = [*(str(float(bound)) for bound in value.bounds), "+Inf"]
+        buckets = list(zip(bounds, accumulate(value.counts), strict=True))
+        self._histograms[name].add_metric(labels, buckets, value.total)
+
+    def _describe(self, name: str, kind: Kind, labels: Labels) -> Metric | None:
+        """The catalog's entry, or a plain one for a name that it lacks; None if this series would
+        contradict the others of its name, which would spoil the whole exposition."""
+        metric = BY_NAME.get(name)
+        if metric is None:
+            names = tuple(f"label_{i}" for i in range(1, len(labels) + 1))
+            metric = Metric(name, kind, names, "Not described yet.", ())
+        if (kind, len(labels)) != self._labels.setdefault(name, (metric.kind, len(metric.labels))):
+            log.error("left out a series of %s: wrong kind or number of labels", name)
+            return None
+        return metric

@@ -1,0 +1,1 @@
+"""The processes of an instance: started, watched, started again, ended."""

@@ -1,0 +1,1 @@
+"""What an instance needs of the machine."""

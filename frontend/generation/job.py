@@ -1,0 +1,169 @@
+"""All that one HTTP request runs: its prompts, their choices, and the end of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Protocol
+
+from frontend.errors import ApiError
+from frontend.generation.choice_stream import ChoiceStream
+from frontend.generation.generation import Generation, Listener, RouterCommands
+from frontend.generation.text_decoding import TokenTexts
+from frontend.generation.usage import Usage
+from frontend.metrics import FrontendMetrics
+from frontend.request_schema.prompts import GenerationRequest
+from transport.ids import RequestId
+from transport.messages.generate import CancelCause, StageTimes
+from transport.messages.to_router import Submit
+
+CLOSE_SECONDS = 0.25
+"""How long to wait for the router's stage times once the client has everything."""
+
+
+class JobRouter(RouterCommands, Protocol):
+    """The part of the router's client that jobs need."""
+
+    def submit(self, generation: Generation, message: Submit) -> None:
+        """Hand a prompt in; raises ApiError (503) if the router does not take it."""
+        ...
+
+
+class Job:
+    """One generating HTTP request. Every job is started once and cancelled at its end (a no-op for
+    what has finished), so that nothing goes on without a client."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        router: JobRouter,
+        texts: TokenTexts,
+        metrics: FrontendMetrics,
+        call_id: str,
+        received_at: float,
+        affinity: str = "",
+    ) -> None:
+        """`affinity`: the conversation that the client says this is; empty: told by the prompt."""
+        self.request = request
+        self.call_id = call_id
+        self.finish_reasons: list[str] = []
+        self.cancelled: CancelCause | None = None
+        self.generations: list[Generation] = []
+        self._router = router
+        self._texts = texts
+        self._metrics = metrics
+        self._received_at = received_at
+        self._affinity = affinity
+        self._listener: Listener | None = None
+
+    @property
+    def choices(self) -> int:
+        """How many choices the client gets."""
+        return len(self.request.prompts) * self.request.common.n
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has ended."""
+        return all(generation.finished for generation in self.generations)
+
+    @property
+    def first_token_at(self) -> float:
+        """When the first token of all came, CLOCK_MONOTONIC seconds; 0.0 = never."""
+        times = [g.first_token_at for g in self.generations if g.first_token_at]
+        return min(times, default=0.0)
+
+    def start(self, listener: Listener) -> None:
+        """Hand all prompts to the router.
+
+        Raises:
+            ApiError: 503, the router does not take them.
+        """
+        self._listener = listener
+        common = self.request.common
+        for position, prompt in enumerate(self.request.prompts):
+            suffix = f"-{position}" if len(self.request.prompts) > 1 else ""
+            generation = Generation(
+                RequestId(f"{self.call_id}{suffix}"),
+                prompt,
+                position * common.n,
+                [ChoiceStream(self._texts.decoder(), common.stops) for _ in range(common.n)],
+                self._router,
+                listener,
+                self._metrics,
+                self._received_at,
+            )
+            self.generations.append(generation)
+        for generation in self.generations:
+            self._router.submit(generation, self._submit(generation))
+
+    def _submit(self, generation: Generation) -> Submit:
+        common, prompt = self.request.common, generation.prompt
+        return Submit(
+            generation.request_id,
+            prompt.kind,
+            common.sampling,
+            self._received_at,
+            common.n,
+            common.priority,
+            self._affinity or prompt.affinity,
+            prompt.add_special_tokens,
+            common.prefix_cache,
+            common.cache_salt,
+            RequestId(self.call_id if len(self.request.prompts) > 1 else ""),
+        )
+
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        return Usage(
+            prompt=sum(generation.prompt_tokens for generation in self.generations),
+            cached=sum(generation.cached_tokens for generation in self.generations),
+            completion=sum(
+                choice.completion_tokens
+                for generation in self.generations
+                for choice in generation.choices
+            ),
+        )
+
+    def choice_finished(self, reason: str) -> None:
+        """Count the end of a choice."""
+        self.finish_reasons.append(reason)
+        self._metrics.finished(reason)
+
+    def throttle(self, paused: bool) -> None:
+        """Pause or resume all choices that still run."""
+        for generation in self.generations:
+            generation.throttle(paused)
+
+    def cancel(self, cause: CancelCause) -> None:
+        """Stop what has not finished. Idempotent; the first cause counts."""
+        if self.generations and not self.finished:
+            self.cancelled = self.cancelled or cause
+            self._metrics.aborted()
+        for generation in self.generations:
+            generation.cancel(cause)
+
+    def fail(self, error: ApiError) -> None:
+        """End it with an error for the client, because the server cannot go on."""
+        if self._listener is not None and not self.finished:
+            self.cancel("shutdown")
+            self._listener.on_failure(error)
+
+    def give_up(self) -> None:
+        """One prompt failed, so the others are of no use."""
+        for generation in self.generations:
+            generation.cancel("failed")
+
+    def close(self) -> None:
+        """The answer is out: nothing is wanted of the router any more."""
+        for generation in self.generations:
+            self._router.forget(generation.request_id)
+
+    async def wait_closed(self) -> StageTimes:
+        """The stage times of the first prompt, waiting shortly for the router to tell them."""
+        if not self.generations:
+            return StageTimes()
+        first = self.generations[0]
+        if self.cancelled is None and not first.closed.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(first.closed.wait(), CLOSE_SECONDS)
+        return first.stages

@@ -1,0 +1,1 @@
+"""HTTP below the API: limits, bodies, streams, keys, the log."""

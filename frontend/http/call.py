@@ -1,0 +1,60 @@
+"""One HTTP request as the middleware sees it: its id, its headers, what the log will say of it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+import uuid
+from typing import cast
+
+from starlette.types import Scope
+
+from frontend.generation.job import Job
+from transport.messages.generate import StageTimes
+
+_KEPT_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+_STATE_KEY = "deepinfer.call"
+
+
+def kept_request_id(given: bytes) -> str | None:
+    """The client's `X-Request-Id` for the answer and the log, if it is short and plain."""
+    given = given.strip()
+    return given.decode() if _KEPT_ID.fullmatch(given) else None
+
+
+class Call:
+    """Facts about one HTTP request. Made by the outermost middleware, filled in on the way."""
+
+    __slots__ = (
+        "affinity",
+        "headers",
+        "id",
+        "is_body_read",
+        "job",
+        "received_at",
+        "request_id",
+        "stages",
+        "status",
+    )
+
+    def __init__(self, scope: Scope) -> None:
+        self.received_at = time.monotonic()
+        self.id = uuid.uuid4().hex
+        """Ours, unique."""
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.request_id = kept_request_id(self.headers.get(b"x-request-id", b"")) or self.id
+        """For the answer and the log: the client's, else ours."""
+        session = self.headers.get(b"x-session-affinity", b"").strip()
+        self.affinity = hashlib.blake2b(session, digest_size=16).hexdigest() if session else ""
+        """Which conversation the client says this is (header X-Session-Affinity)."""
+        self.status = 0
+        self.is_body_read = False
+        self.job: Job | None = None
+        self.stages = StageTimes()
+        scope[_STATE_KEY] = self
+
+
+def call_of(scope: Scope) -> Call:
+    """The call that the middleware made for this request."""
+    return cast("Call", scope[_STATE_KEY])

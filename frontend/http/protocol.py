@@ -1,0 +1,250 @@
+"""uvicorn's HTTP/1 protocol with what it lacks.
+
+* The head of a request is bounded in size and in time.
+* What cannot be parsed is answered with an error object and a request id, counted and logged, and the
+  connection is closed so that the answer is not lost to a reset.
+* An HTTP/1.0 client gets no chunk sizes: a stream ends with the connection.
+* A client that goes away is noticed also while further requests wait on its connection.
+* What the kernel buffers for a client that does not read is bounded.
+* The application may cut a connection at once (`ABORT` in the scope's extensions).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import uuid
+from typing import Any, Protocol, cast, runtime_checkable
+
+from uvicorn._types import ASGI3Application, ASGISendEvent
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+from uvicorn.server import ServerState
+
+from frontend.errors import ApiError
+from frontend.http.call import kept_request_id
+
+ABORT = "deepinfer.abort"
+LINGER_SECONDS = 2.0
+"""How long a refused client may go on sending before the connection is cut."""
+
+UNSENT_BYTES = 131_072
+"""Unsent bytes that the kernel takes of a connection. Its own bound is several megabytes: a slow
+reader would be noticed far too late."""
+
+
+@runtime_checkable
+class HeadRefusals(Protocol):
+    """An application that counts and logs what it never sees."""
+
+    def head_refused(self, status: int, request_id: str, seconds: float) -> None:
+        """A request was refused by its head, `seconds` after that began."""
+        ...
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """One connection. Set the class's limits with `with_limits`."""
+
+    max_head_bytes = 65_536
+    head_seconds = 60.0
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._head_bytes = 0
+        self._in_head = True
+        self._head_began = 0.0
+        self._head_fault: ApiError | None = None
+        """What is wrong with a head that could be parsed."""
+        self._is_refused = False
+        self._refusals = config.app if isinstance(config.app, HeadRefusals) else None
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client connected; one that never says anything is cut like an idle one."""
+        super().connection_made(transport)
+        connection = transport.get_extra_info("socket")
+        if connection is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client is gone: tell the running request, even if another one was read after it."""
+        self._stop_head_timer()
+        self._unset_keepalive_if_required()
+        running = self._running
+        if running is not None and not running.response_complete:
+            running.disconnected = True
+            running.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes came; after a refusal they are thrown away."""
+        if self._is_refused:
+            return
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_timer is None:
+                self._head_began = self.loop.time()
+                self._head_timer = self.loop.call_later(self.head_seconds, self._head_too_slow)
+        super().data_received(data)
+        if self._in_head and self._head_bytes > self.max_head_bytes and not self._is_refused:
+            self._refuse(self._head_too_large())
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        self._in_head = True
+
+    def on_headers_complete(self) -> None:
+        """The head is complete. It may have come in one piece, so its size is known only now."""
+        self._in_head = False
+        self._head_bytes = 0
+        self._stop_head_timer()
+        self._head_fault = self._find_fault()
+        if self._head_fault is not None:
+            raise ValueError(self._head_fault.message)
+        cast("dict[str, Any]", self.scope)["extensions"] = {ABORT: self.transport.abort}
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """A request has been read; the next one may already follow."""
+        self._in_head = True
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what cannot be parsed."""
+        if self._head_fault is not None:
+            self._refuse(self._head_fault)
+        elif self._head_bytes > self.max_head_bytes:
+            self._refuse(self._head_too_large())
+        else:
+            self._refuse(ApiError(400, "This is no valid HTTP/1.1 request."))
+
+    def _find_fault(self) -> ApiError | None:
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self.max_head_bytes:
+            return self._head_too_large()
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts != 1 and self.parser.get_http_version() == "1.1":
+            return ApiError(400, f"An HTTP/1.1 request has one Host header, this one has {hosts}.")
+        return None
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        if cycle.scope["http_version"] == "1.0":
+            # Each request has a cycle of its own, so only this one's `send` is replaced.
+            cycle.send = UnframedSender(cycle).send  # type: ignore[method-assign]
+        super()._start_asgi_task(cycle, app)
+
+    def _head_too_slow(self) -> None:
+        self._head_timer = None
+        self._refuse(ApiError(408, "The head of the request did not arrive in time."))
+
+    def _head_too_large(self) -> ApiError:
+        return ApiError(431, f"The head of the request is larger than {self.max_head_bytes} bytes.")
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer, stop reading requests, close a little later: closing with unread bytes would
+        reset the connection, and the client would never see the answer."""
+        self._is_refused = True
+        self._stop_head_timer()
+        running = self._running
+        is_busy = running is not None and not running.response_complete
+        if is_busy and running is not None:
+            running.disconnected = True
+            running.message_event.set()
+        if self.transport.is_closing():
+            return
+        if is_busy and running is not None and running.response_started:
+            self.transport.close()
+            return
+        body = error.body()
+        request_id = self._request_id()
+        self.transport.write(
+            STATUS_LINE[error.status]
+            + b"content-type: application/json\r\nconnection: close\r\n"
+            + b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (request_id.encode(), len(body))
+            + body
+        )
+        if self._refusals is not None:
+            seconds = self.loop.time() - self._head_began
+            self._refusals.head_refused(error.status, request_id, seconds)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+    def _request_id(self) -> str:
+        given = dict(self.headers or ()).get(b"x-request-id", b"")
+        return kept_request_id(given) or uuid.uuid4().hex
+
+
+class UnframedSender:
+    """Writes the answer for an HTTP/1.0 client: without chunk sizes, ended by closing."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._framed_send = cycle.send
+        self._is_unframed = False
+
+    async def send(self, message: ASGISendEvent) -> None:
+        """ASGI's `send`."""
+        if message["type"] == "http.response.start":
+            names = {name.lower() for name, _ in message.get("headers", [])}
+            self._is_unframed = b"content-length" not in names
+            if self._is_unframed:
+                await self._send_head(message["status"], list(message.get("headers", [])))
+                return
+        if self._is_unframed and message["type"] == "http.response.body":
+            await self._send_body(message.get("body", b""), message.get("more_body", False))
+            return
+        await self._framed_send(message)
+
+    async def _send_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        cycle = self._cycle
+        if cycle.disconnected:
+            return
+        cycle.response_started = True
+        cycle.keep_alive = False
+        headers = [*cycle.default_headers, *headers, (b"connection", b"close")]
+        lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+        cycle.transport.write(STATUS_LINE[status] + lines + b"\r\n")
+
+    async def _send_body(self, body: bytes, more_body: bool) -> None:
+        cycle = self._cycle
+        if cycle.flow.write_paused and not cycle.disconnected:
+            await cycle.flow.drain()
+        if cycle.disconnected:
+            return
+        cycle.transport.write(body)
+        if not more_body:
+            cycle.response_complete = True
+            cycle.message_event.set()
+            cycle.transport.close()
+            cycle.on_response()
+
+
+def with_limits(max_bytes: int, seconds: float) -> type[BoundedHttpProtocol]:
+    """The protocol with these limits for the head of a request."""
+    return type(
+        "LimitedHttpProtocol",
+        (BoundedHttpProtocol,),
+        {"max_head_bytes": max_bytes, "head_seconds": seconds},
+    )

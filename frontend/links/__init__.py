@@ -1,0 +1,1 @@
+"""A frontend's lines to the router and to the daemon."""

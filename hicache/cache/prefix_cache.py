@@ -1,0 +1,324 @@
+"""One rank's prefix cache: what a prompt may load, what a finished prefill stores.
+
+No row is copied here. A caller looks up, copies up what the `Hit` names, and releases it; or begins a
+store, copies down what the `StorePlan` names, and commits it when the last byte has arrived. In
+between, slots are pinned or belong to the plan, so nobody reads a row that is not whole and nobody
+overwrites one that is read. Nothing here waits: what does not fit is skipped and counted.
+
+A hit ends at a page border, leaves at least `replay_tokens` tokens to compute, and, for models with
+states, ends where a state was stored.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+
+import msgspec
+
+from hicache.cache.announcements import Announcements
+from hicache.cache.index import NO_SLOT, PinnedPrefix
+from hicache.cache.miss_log import MissLog
+from hicache.cache.outcomes import Announcement, Hit, Miss, MissReason, StorePlan
+from hicache.cache.pool_slots import PoolSlots
+from hicache.cache.stats import CacheCounts, CacheStats, MissRecord, TopPrefix
+from hicache.cache.stores import Stores
+from hicache.keys import PromptKeys, TokenArray, prompt_keys
+from hicache.pool.host_pool import HostPool
+from hicache.pool.slot_headers import SlotArray
+
+
+class PrefixCache:
+    """The cache over one host pool. Not thread-safe: the worker's loop owns it."""
+
+    def __init__(
+        self,
+        pool: HostPool,
+        *,
+        page_tokens: int,
+        replay_tokens: int,
+        max_pending_bytes: int,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """Serve what the pool holds already.
+
+        Args:
+            pool: mapped; this object alone writes its headers from now on.
+            page_tokens: tokens a page.
+            replay_tokens: trailing prompt tokens that no hit may cover, at least 1.
+            max_pending_bytes: while stores under way have this much to copy, others are skipped.
+            clock: nanoseconds that go on from one process to the next.
+        """
+        self._geometry = pool.geometry
+        self._has_states = pool.geometry.state_bytes > 0
+        self._page_tokens = page_tokens
+        self._replay_tokens = replay_tokens
+        self._slots = PoolSlots(pool, clock)
+        self._counts = CacheCounts()
+        self._stores = Stores(
+            self._slots,
+            pool.geometry,
+            self._counts,
+            page_tokens=page_tokens,
+            max_pending_bytes=max_pending_bytes,
+        )
+        self._serials = count()
+        self._hits: dict[int, Hit] = {}
+        self._announcements = Announcements()
+        self._misses = MissLog()
+
+    # ---- prompts ------------------------------------------------------------------------------
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens a page."""
+        return self._page_tokens
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a hit needs a state at its end."""
+        return self._has_states
+
+    def keys(self, tokens: TokenArray, salt: str = "") -> PromptKeys:
+        """What all other calls take; compute it once per request."""
+        return prompt_keys(
+            tokens,
+            fingerprint=self._geometry.fingerprint,
+            salt=salt,
+            page_tokens=self._page_tokens,
+        )
+
+    def anchors(self, num_tokens: int) -> tuple[int, ...]:
+        """Where a prefill of `num_tokens` tokens should leave states, longest first; none for models
+        without states.
+
+        The first serves a longer next turn, the second the same prompt again.
+        """
+        if not self._has_states:
+            return ()
+        ends = (num_tokens // self._page_tokens, self._most_pages(num_tokens))
+        return tuple(end * self._page_tokens for end in dict.fromkeys(ends) if end)
+
+    def hit_keys(self, prompt: PromptKeys) -> tuple[bytes, ...]:
+        """Keys of the pages that a hit may cover."""
+        return prompt.keys[: self._most_pages(prompt.num_tokens)]
+
+    def _most_pages(self, num_tokens: int) -> int:
+        """The longest hit that a prompt may have."""
+        return max(0, num_tokens - self._replay_tokens) // self._page_tokens
+
+    # ---- loading ------------------------------------------------------------------------------
+
+    def lookup(self, prompt: PromptKeys, request_id: str = "") -> Hit | Miss:
+        """Find the longest prefix that may be loaded, and keep it there until `release`.
+
+        `request_id` is told to those who ask why it missed.
+        """
+        self._counts.lookups += 1
+        self._counts.queried_tokens += prompt.num_tokens
+        (pages, state), matched = self._find(prompt)
+        num_tokens = len(pages) * self._page_tokens
+        if num_tokens < matched:
+            self._counts.capped_by_state += 1
+            self._counts.capped_tokens += matched - num_tokens
+            self._note_miss(request_id, prompt, num_tokens, matched, MissReason.NO_STATE)
+        if num_tokens:
+            return self._hit(PinnedPrefix(pages, state), num_tokens, matched)
+        if matched:
+            return self._miss(MissReason.NO_STATE, matched)
+        if not self._most_pages(prompt.num_tokens):
+            return self._miss(MissReason.TOO_SHORT, 0)
+        self._note_miss(request_id, prompt, 0, 0, MissReason.NO_PREFIX)
+        return self._miss(MissReason.NO_PREFIX, 0)
+
+    def release(self, hit: Hit) -> None:
+        """The hit's rows are not read any more.
+
+        Raises:
+            KeyError: it was released before.
+        """
+        del self._hits[hit.serial]
+        self._slots.unpin(hit.prefix)
+
+    def findable_tokens(self, prompt: PromptKeys) -> int:
+        """Tokens of the hit that a lookup would give now. Counts and keeps nothing."""
+        return len(self._find(prompt)[0].pages) * self._page_tokens
+
+    def _find(self, prompt: PromptKeys) -> tuple[PinnedPrefix, int]:
+        """The longest usable prefix, not pinned yet, and how many tokens had pages."""
+        pages = self._slots.index.match(self.hit_keys(prompt))
+        matched = len(pages) * self._page_tokens
+        state = NO_SLOT
+        if self._has_states:
+            pages, state = self._snap_to_state(pages)
+        return PinnedPrefix(pages, state), matched
+
+    def _snap_to_state(self, pages: SlotArray) -> tuple[SlotArray, int]:
+        index = self._slots.index
+        for end in range(len(pages), 0, -1):
+            state = index.state(int(pages[end - 1]))
+            if state != NO_SLOT:
+                return pages[:end], state
+        return pages[:0], NO_SLOT
+
+    def _hit(self, prefix: PinnedPrefix, num_tokens: int, matched: int) -> Hit:
+        hit = Hit(num_tokens, prefix, matched, next(self._serials))
+        self._hits[hit.serial] = hit
+        self._slots.pin(prefix, self._slots.next_stamp())
+        self._slots.index.count_hit(prefix.pages)
+        self._counts.hits += 1
+        self._counts.hit_tokens += num_tokens
+        return hit
+
+    def _miss(self, reason: MissReason, matched: int) -> Miss:
+        self._counts.misses[reason] = self._counts.misses.get(reason, 0) + 1
+        return Miss(reason, matched)
+
+    def _note_miss(
+        self, request_id: str, prompt: PromptKeys, hit: int, matched: int, reason: MissReason
+    ) -> None:
+        self._misses.note(
+            self._slots.next_stamp(),
+            request_id,
+            prompt_tokens=prompt.num_tokens,
+            hit_tokens=hit,
+            matched_tokens=matched,
+            reason=reason,
+        )
+
+    # ---- storing ------------------------------------------------------------------------------
+
+    def begin_store(
+        self, prompt: PromptKeys, anchors: Sequence[int] | None = None
+    ) -> StorePlan | None:
+        """Say which rows of a finished prefill to copy, and where to.
+
+        Pages that are there, or that another plan is storing, are left out.
+
+        Args:
+            prompt: the computed prompt.
+            anchors: positions, at page borders, whose state the engine still has; by default
+                `self.anchors`. Pages past the longest of them are not stored: nothing could hit them.
+
+        Returns:
+            None: there is nothing to copy, or it was skipped (see `CacheCounts.skipped_stores`).
+
+        Raises:
+            ValueError: an anchor is not at a page border of the prompt.
+        """
+        ends = self._anchor_pages(prompt, anchors)
+        keys = prompt.keys[: ends[0] if ends else 0] if self._has_states else prompt.keys
+        return self._stores.begin(keys, ends)
+
+    def _anchor_pages(self, prompt: PromptKeys, anchors: Sequence[int] | None) -> list[int]:
+        """How many pages lie before each anchor, most first; none for models without states."""
+        if not self._has_states:
+            return []
+        wanted = self.anchors(prompt.num_tokens) if anchors is None else anchors
+        for at in wanted:
+            if at % self._page_tokens or not 0 <= at <= prompt.num_tokens:
+                raise ValueError(
+                    f"A state cannot be kept at token {at} of {prompt.num_tokens}: it belongs to a "
+                    f"multiple of {self._page_tokens} within the prompt."
+                )
+        return sorted({at // self._page_tokens for at in wanted} - {0}, reverse=True)
+
+    def commit(self, plan: StorePlan) -> None:
+        """All rows of the plan have arrived: serve them.
+
+        Raises:
+            KeyError: the plan was committed or abandoned before.
+        """
+        self._stores.commit(plan)
+
+    def abandon(self, plan: StorePlan) -> None:
+        """The copy failed, and nothing writes to the plan's rows any more.
+
+        Raises:
+            KeyError: the plan was committed or abandoned before.
+        """
+        self._stores.abandon(plan)
+
+    def flush(self) -> None:
+        """Forget everything. Hits go on reading their rows; stores under way will not be served."""
+        self._counts.flushes += 1
+        self._stores.flush()
+        self._slots.flush()
+
+    # ---- prefills under way -------------------------------------------------------------------
+
+    def announce(self, prompt: PromptKeys, anchors: Sequence[int] | None = None) -> Announcement:
+        """Say that this prompt is being computed and will be stored with these anchors.
+
+        `withdraw` it when its store is committed or abandoned, or when the prefill is aborted.
+        """
+        if not self._has_states:
+            return self._announcements.open(prompt.keys)
+        ends = self._anchor_pages(prompt, anchors)
+        return self._announcements.open([prompt.keys[end - 1] for end in ends])
+
+    def withdraw(self, announcement: Announcement) -> None:
+        """The announced prefill is over, well or not. Idempotent."""
+        self._announcements.close(announcement)
+
+    def is_announced(self, announcement: Announcement) -> bool:
+        """Whether it was not withdrawn."""
+        return self._announcements.is_open(announcement)
+
+    def announced(self, prompt: PromptKeys) -> Iterator[tuple[int, Announcement]]:
+        """Hits that announced prefills will make possible: tokens and who announced it, longest first."""
+        for pages, announcement in self._announcements.along(self.hit_keys(prompt)):
+            yield pages * self._page_tokens, announcement
+
+    # ---- for people ---------------------------------------------------------------------------
+
+    def stats(self) -> CacheStats:
+        """The cache now, O(pages)."""
+        slots, oldest = self._slots, self._slots.index.oldest_use()
+        self._counts.evicted_pages = slots.evicted_pages
+        self._counts.evicted_states = slots.evicted_states
+        return CacheStats(
+            counts=msgspec.structs.replace(
+                self._counts,
+                misses=dict(self._counts.misses),
+                skipped_stores=dict(self._counts.skipped_stores),
+            ),
+            num_pages=self._geometry.num_pages,
+            pages_used=slots.index.num_pages,
+            pages_free=slots.num_free_pages,
+            pages_pinned=slots.index.num_pinned_pages,
+            num_states=self._geometry.num_states,
+            states_used=slots.index.num_states,
+            states_free=slots.num_free_states,
+            pending_bytes=self._stores.pending_bytes,
+            oldest_page_seconds=0.0 if oldest is None else slots.seconds_since(oldest),
+            recovered_pages=slots.recovered_pages,
+            recovered_states=slots.recovered_states,
+        )
+
+    def top_prefixes(self, limit: int) -> list[TopPrefix]:
+        """The prefixes with the highest length times hits, O(pages)."""
+        return [
+            TopPrefix(
+                num_tokens=use.pages * self._page_tokens,
+                hits=use.hits,
+                idle_seconds=self._slots.seconds_since(use.last_use),
+                has_state=use.has_state,
+            )
+            for use in self._slots.index.most_used(limit)
+        ]
+
+    def recent_misses(self) -> list[MissRecord]:
+        """Why the last misses missed, newest first; hits that a missing state cut short included, prompts
+        too short for any hit left out."""
+        return self._misses.records(self._slots.seconds_since)
+
+    def check_integrity(self) -> None:
+        """Verify everything, O(slots): for tests and idle moments.
+
+        Raises:
+            AssertionError: something is wrong; the message says what.
+        """
+        self._stores.check_integrity([hit.prefix for hit in self._hits.values()])
+        self._announcements.check_integrity()

@@ -1,0 +1,232 @@
+"""Stores under way: which rows of a finished prefill go into which slots, and what becomes of them.
+
+A prefix is served only when all of it is whole. So a store leaves out the pages that are there or that
+another store is copying, and what it copied is dropped if the pages before it did not come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+
+from hicache.cache.index import NO_SLOT, PinnedPrefix
+from hicache.cache.outcomes import AnchorState, SkipReason, StorePlan
+from hicache.cache.pool_slots import PoolSlots
+from hicache.cache.stats import CacheCounts
+from hicache.pool.host_pool import PoolGeometry
+from hicache.pool.slot_headers import SlotArray
+
+
+class _Rows(NamedTuple):
+    """What to store of a prompt."""
+
+    pages: list[int]
+    """Indexes of pages."""
+    ends: list[int]
+    """Pages before each state, most first."""
+
+
+_NOTHING = _Rows([], [])
+
+
+class Stores:
+    """The plans of one cache. Not thread-safe."""
+
+    def __init__(
+        self,
+        slots: PoolSlots,
+        geometry: PoolGeometry,
+        counts: CacheCounts,
+        *,
+        page_tokens: int,
+        max_pending_bytes: int,
+    ) -> None:
+        """See `PrefixCache`. What happens is counted in `counts`."""
+        self._slots = slots
+        self._geometry = geometry
+        self._has_states = geometry.state_bytes > 0
+        self._counts = counts
+        self._page_tokens = page_tokens
+        self._max_pending_bytes = max_pending_bytes
+        self._serials = count()
+        self._plans: dict[int, StorePlan] = {}
+        self._pending_bytes = 0
+        # What the plans will add, unless they were flushed meanwhile.
+        self._storing_pages: set[bytes] = set()
+        self._storing_states: set[bytes] = set()
+        self._flushed_plans: set[int] = set()
+
+    @property
+    def pending_bytes(self) -> int:
+        """Of all plans."""
+        return self._pending_bytes
+
+    def begin(self, keys: tuple[bytes, ...], ends: list[int]) -> StorePlan | None:
+        """Plan a store and take slots for it.
+
+        Args:
+            keys: of the pages to store.
+            ends: how many pages lie before each state to store, most first.
+
+        Returns:
+            None: there is nothing to copy, or it was skipped and counted.
+        """
+        stamp = self._slots.next_stamp()
+        prefix = PinnedPrefix(self._slots.index.match(keys), NO_SLOT)
+        self._slots.pin(prefix, stamp)
+        rows = self._choose(keys, ends, len(prefix.pages))
+        num_bytes = (
+            len(rows.pages) * self._geometry.page_bytes
+            + len(rows.ends) * self._geometry.state_bytes
+        )
+        # A prompt larger than the limit may go, alone.
+        if self._plans and self._pending_bytes + num_bytes > self._max_pending_bytes:
+            self._skip(SkipReason.PENDING)
+            rows = _NOTHING
+        if rows == _NOTHING:
+            self._slots.unpin(prefix)
+            return None
+        page_slots = self._slots.take_pages(len(rows.pages))
+        state_slots = self._slots.take_states(len(rows.ends)).tolist()
+        plan = StorePlan(
+            page_indexes=np.array(rows.pages, np.int32),
+            page_slots=page_slots,
+            states=tuple(
+                AnchorState(end * self._page_tokens, slot)
+                for end, slot in zip(rows.ends, state_slots, strict=True)
+            ),
+            num_bytes=num_bytes,
+            keys=keys,
+            prefix=prefix,
+            stamp=stamp,
+            serial=next(self._serials),
+        )
+        self._plans[plan.serial] = plan
+        self._pending_bytes += plan.num_bytes
+        self._storing_pages.update(_page_keys(plan))
+        self._storing_states.update(self._state_keys(plan))
+        return plan
+
+    def _choose(self, keys: tuple[bytes, ...], ends: list[int], stored: int) -> _Rows:
+        """What to copy of a prompt whose first `stored` pages are there, as far as there is room."""
+        pages = [n for n in range(stored, len(keys)) if keys[n] not in self._storing_pages]
+        room = self._slots.room_for_pages
+        if self._has_states:
+            reach = pages[room] if len(pages) > room else len(keys)
+            return self._choose_with_states(keys, ends, pages, reach)
+        if len(pages) > room:
+            self._skip(self._why_no_room(keys))
+        return _Rows(pages[:room], [])
+
+    def _choose_with_states(
+        self, keys: tuple[bytes, ...], ends: list[int], pages: list[int], reach: int
+    ) -> _Rows:
+        """As above. Only the first `reach` pages have room, and pages past the last state are of no use."""
+        missing = [end for end in ends if not self._has_state(keys[end - 1])]
+        fitting = [end for end in missing if end <= reach]
+        if len(fitting) < len(missing):
+            self._skip(self._why_no_room(keys))
+        chosen = fitting[: self._slots.room_for_states]
+        if len(chosen) < len(fitting):
+            self._skip(SkipReason.STATES_PINNED)
+        if not chosen:
+            return _NOTHING
+        return _Rows([page for page in pages if page < chosen[0]], chosen)
+
+    def _why_no_room(self, keys: tuple[bytes, ...]) -> SkipReason:
+        too_long = len(keys) > self._geometry.num_pages
+        return SkipReason.TOO_LONG if too_long else SkipReason.PAGES_PINNED
+
+    def _has_state(self, key: bytes) -> bool:
+        """Whether the prefix has a state, or will have."""
+        page = self._slots.index.page(key)
+        stored = page != NO_SLOT and self._slots.index.state(page) != NO_SLOT
+        return stored or key in self._storing_states
+
+    def commit(self, plan: StorePlan) -> None:
+        """See `PrefixCache.commit`."""
+        self._end(plan)
+        num_pages, states = 0, []
+        if plan.serial in self._flushed_plans:
+            self._skip(SkipReason.FLUSHED)
+        else:
+            num_pages = self._publish_pages(plan)
+            states = [
+                state
+                for state, key in zip(plan.states, self._state_keys(plan), strict=True)
+                if self._slots.publish_state(state.slot, key, plan.stamp)
+            ]
+            if (num_pages, len(states)) != (len(plan.page_slots), len(plan.states)):
+                self._skip(SkipReason.PREFIX_LOST)
+        self._counts.stored_pages += num_pages
+        self._counts.stored_states += len(states)
+        self._leave(plan, plan.page_slots[num_pages:], [s for s in plan.states if s not in states])
+
+    def abandon(self, plan: StorePlan) -> None:
+        """See `PrefixCache.abandon`."""
+        self._end(plan)
+        self._skip(SkipReason.COPY_FAILED)
+        self._leave(plan, plan.page_slots, plan.states)
+
+    def flush(self) -> None:
+        """What is under way now will not be served."""
+        self._flushed_plans.update(self._plans)
+        self._storing_pages.clear()
+        self._storing_states.clear()
+
+    def _publish_pages(self, plan: StorePlan) -> int:
+        indexes = plan.page_indexes.tolist()
+        return self._slots.publish_pages(
+            plan.page_slots,
+            _page_keys(plan),
+            [plan.keys[page - 1] if page else None for page in indexes],
+            plan.stamp,
+        )
+
+    def _end(self, plan: StorePlan) -> None:
+        del self._plans[plan.serial]
+        self._pending_bytes -= plan.num_bytes
+        if plan.serial not in self._flushed_plans:
+            self._storing_pages.difference_update(_page_keys(plan))
+            self._storing_states.difference_update(self._state_keys(plan))
+
+    def _leave(self, plan: StorePlan, pages: SlotArray, states: Sequence[AnchorState]) -> None:
+        """Free what was not published, and let go of the rest."""
+        self._slots.free_pages(pages)
+        self._slots.free_states(np.array([state.slot for state in states], np.int32))
+        self._slots.unpin(plan.prefix)
+        self._flushed_plans.discard(plan.serial)
+
+    def _state_keys(self, plan: StorePlan) -> list[bytes]:
+        return [plan.keys[state.position // self._page_tokens - 1] for state in plan.states]
+
+    def _skip(self, reason: SkipReason) -> None:
+        self._counts.skipped_stores[reason] = self._counts.skipped_stores.get(reason, 0) + 1
+
+    def check_integrity(self, reading: Sequence[PinnedPrefix]) -> None:
+        """Verify the plans, and the pool with them; `reading` is what else is pinned.
+
+        Raises:
+            AssertionError: something is wrong; the message says what.
+        """
+        plans = list(self._plans.values())
+        pages = [slot for plan in plans for slot in plan.page_slots.tolist()]
+        states = [state.slot for plan in plans for state in plan.states]
+        pinned = [*reading, *(plan.prefix for plan in plans)]
+        self._slots.check_integrity(pinned, np.array(pages, np.int32), np.array(states, np.int32))
+        live = [plan for plan in plans if plan.serial not in self._flushed_plans]
+        if sorted(k for p in live for k in _page_keys(p)) != sorted(self._storing_pages):
+            raise AssertionError("a page is being stored twice, or not by a plan")
+        if sorted(k for p in live for k in self._state_keys(p)) != sorted(self._storing_states):
+            raise AssertionError("a state is being stored twice, or not by a plan")
+        if self._pending_bytes != sum(plan.num_bytes for plan in plans):
+            raise AssertionError("the pending bytes are not those of the plans")
+        if not self._flushed_plans <= self._plans.keys():
+            raise AssertionError("a plan that is over is remembered as flushed")
+
+
+def _page_keys(plan: StorePlan) -> list[bytes]:
+    return [plan.keys[page] for page in plan.page_indexes.tolist()]

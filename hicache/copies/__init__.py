@@ -1,0 +1,1 @@
+"""Copies of rows between a device and a host."""

@@ -1,0 +1,1 @@
+"""Copies between a GPU and page-locked memory."""

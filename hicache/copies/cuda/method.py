@@ -1,0 +1,138 @@
+"""Ways to copy runs of rows between a GPU's pool and a page-locked host pool: what each one is told.
+
+No torch here: the protocols name the part of `torch.cuda` that is used, so that the order of copies and
+steps can be tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.copies.runs import RowRuns
+from hicache.errors import HostPoolError
+
+Direction = Literal["up", "down"]
+"""up: from host to device."""
+
+AddressArray = npt.NDArray[np.int64]
+
+
+class CopyMethodMissing(HostPoolError):
+    """This machine cannot copy this way; the message says what is missing, without a full stop."""
+
+
+def import_package(module: str, package: str) -> ModuleType:
+    """A module of an optional package.
+
+    Raises:
+        CopyMethodMissing: the package is not installed, or does not fit this machine.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise CopyMethodMissing(f"the package {package} is missing") from error
+    except Exception as error:  # a package for another CUDA raises whatever its modules do
+        raise CopyMethodMissing(
+            f"the package {package} cannot be imported ({first_line(error)})"
+        ) from error
+
+
+def first_line(error: Exception) -> str:
+    """What `error` says, in one line."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+class CudaEvent(Protocol):
+    """As `torch.cuda.Event`: a place in a stream."""
+
+    def query(self) -> bool:
+        """Whether the stream has passed it. Never blocks."""
+        ...
+
+    def elapsed_time(self, later: CudaEvent, /) -> float:
+        """Milliseconds from here to `later`. Both are timed, recorded and passed."""
+        ...
+
+
+class CudaStream(Protocol):
+    """As `torch.cuda.Stream`: a queue of work for the device."""
+
+    @property
+    def cuda_stream(self) -> int:
+        """The driver's handle; 0: the legacy default stream."""
+        ...
+
+    def record_event(self) -> CudaEvent:
+        """The place behind all work given so far."""
+        ...
+
+    def wait_event(self, event: CudaEvent) -> None:
+        """Work given from now on starts when `event` is passed."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until all work given so far is over."""
+        ...
+
+
+@dataclass(frozen=True)
+class PoolPair:
+    """Where the rows of a device pool and of a host pool lie. Addresses and distances in bytes."""
+
+    device: int
+    """Address of device row 0."""
+    device_pitch: int
+    """Distance between device rows, at least `row_bytes`."""
+    host: int
+    """Address of host row 0."""
+    row_bytes: int
+    """Bytes of a row to copy; host rows are packed."""
+
+
+class AddressRuns(NamedTuple):
+    """Copies of bytes, int64 [n] each."""
+
+    target: AddressArray
+    source: AddressArray
+    num_bytes: AddressArray
+
+
+class CopyMethod(Protocol):
+    """One way to copy. `start` returns before the copy is over."""
+
+    def start(self, direction: Direction, runs: RowRuns, stream: CudaStream) -> None:
+        """Put the copy of `runs`, at least one, into `stream`.
+
+        Raises:
+            HostPoolError: the driver refuses.
+        """
+        ...
+
+
+def address_runs(pools: PoolPair, direction: Direction, runs: RowRuns) -> AddressRuns:
+    """Runs of rows as stretches of bytes: one a run, or one a row where device rows have gaps."""
+    if pools.device_pitch != pools.row_bytes:
+        runs = single_rows(runs)
+    device = pools.device + runs.device * pools.device_pitch
+    host = pools.host + runs.host * pools.row_bytes
+    num_bytes = runs.length * pools.row_bytes
+    if direction == "up":
+        return AddressRuns(device, host, num_bytes)
+    return AddressRuns(host, device, num_bytes)
+
+
+def single_rows(runs: RowRuns) -> RowRuns:
+    """The same rows in the same order, each a run of its own."""
+    starts = np.cumsum(runs.length) - runs.length
+    within = np.arange(int(runs.length.sum())) - np.repeat(starts, runs.length)
+    return RowRuns(
+        np.repeat(runs.device, runs.length) + within,
+        np.repeat(runs.host, runs.length) + within,
+        np.ones(len(within), np.int64),
+    )

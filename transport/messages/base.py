@@ -1,0 +1,38 @@
+"""What every message is, and the greeting of every connection."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+from transport.ids import ProcessName
+
+PROTOCOL_VERSION: Final = 2
+
+
+Role = Literal["daemon", "router", "frontend", "tokenizer", "worker", "client"]
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False, omit_defaults=True):
+    """Base of all headers. The class name is the tag."""
+
+
+class Hello(Message, frozen=True):
+    """Who connects. Answered with `Welcome` or `Refused`."""
+
+    version: int
+    role: Role
+    name: ProcessName
+    pid: int
+    config_hash: str
+
+
+class Welcome(Message, frozen=True):
+    """The peer is accepted."""
+
+
+class Refused(Message, frozen=True):
+    """The peer is not accepted; it must exit with this reason."""
+
+    reason: str

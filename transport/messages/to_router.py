@@ -1,0 +1,50 @@
+"""Messages that only the router gets."""
+
+from __future__ import annotations
+
+from transport.ids import RequestId
+from transport.messages.base import Message
+from transport.messages.generate import ModelInfo, PromptKind, SamplingParams
+
+
+class WorkerReady(Message, frozen=True):
+    """A worker has loaded its model and takes sequences."""
+
+    rank: int
+    model: ModelInfo
+    max_num_seqs: int
+
+
+class SequenceFailed(Message, frozen=True):
+    """A worker cannot go on with a choice; the router ends the whole request with this error."""
+
+    request_id: RequestId
+    index: int
+    status: int
+    code: str
+    message: str
+
+
+class Submit(Message, frozen=True):
+    """A new request. Frame 0: the prompt — for `chat` a JSON object
+    `{"messages": [...], "tools": [...]|null, "template_kwargs": {...}}`, for `text` UTF-8,
+    for `tokens` int32 ids."""
+
+    request_id: RequestId
+    kind: PromptKind
+    sampling: SamplingParams
+    received_at: float
+    """CLOCK_MONOTONIC seconds at which the frontend had read the request."""
+    n: int = 1
+    priority: int = 0
+    """Lower runs sooner."""
+    affinity: str = ""
+    """Conversation key: the same value prefers the same tokenizer and rank. Empty: none."""
+    add_special_tokens: bool = True
+    """For `text`: let the tokenizer add its own begin and end tokens."""
+    prefix_cache: bool = True
+    """Whether the prompt may be taken from the prefix cache and stored in it."""
+    cache_salt: str = ""
+    """Only requests with the same salt share cached prefixes."""
+    call: RequestId = RequestId("")
+    """The HTTP request, where this is one of its several prompts: `--max-waiting` counts it once."""

@@ -1,0 +1,1 @@
+"""What a process measures of itself, and how it reports that."""

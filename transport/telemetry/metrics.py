@@ -1,0 +1,149 @@
+"""Counters, gauges and histograms of one process, sent to the daemon as cumulative snapshots.
+
+The daemon owns the exposition (`daemon/metrics/exposition.py`); processes only count. Handles are cheap: take
+one once, keep it, and update it from the thread that owns it. The snapshot is taken by another
+thread; a value may be one update old, never torn.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from transport.telemetry.values import HistogramValue, QueueStats
+
+Labels = tuple[str, ...]
+
+SECONDS_BOUNDS = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
+    120.0, 300.0,
+)  # fmt: skip
+TOKEN_BOUNDS = (1.0, 8.0, 32.0, 128.0, 512.0, 2048.0, 8192.0, 32768.0, 131072.0, 524288.0)
+
+
+class Counter:
+    """Only grows."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def add(self, amount: float = 1.0) -> None:
+        """Count `amount` more."""
+        self.value += amount
+
+
+class Gauge:
+    """A value that goes up and down."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def set(self, value: float) -> None:
+        """The value now."""
+        self.value = value
+
+
+class Histogram:
+    """Counts of observed values per bucket."""
+
+    __slots__ = ("_bounds", "_counts", "_total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def observe_many(self, value: float, times: int) -> None:
+        """Count the same value `times` times."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._total += value * times
+
+    def read(self) -> HistogramValue:
+        """The cumulative state."""
+        return HistogramValue(self._bounds, tuple(self._counts), self._total)
+
+
+class QueueGauge:
+    """Depth of one bounded queue with its high-water mark."""
+
+    __slots__ = ("_capacity", "_depth", "_high_water", "_name")
+
+    def __init__(self, name: str, capacity: int) -> None:
+        self._name, self._capacity = name, capacity
+        self._depth = self._high_water = 0
+
+    def set(self, depth: int) -> None:
+        """The depth now."""
+        self._depth = depth
+        self._high_water = max(self._high_water, depth)
+
+    def read(self) -> QueueStats:
+        """Depth, high-water mark and bound."""
+        return QueueStats(self._name, self._depth, self._high_water, self._capacity)
+
+
+class MetricSet:
+    """All metrics of one process. Asking twice for the same name and labels gives the same handle."""
+
+    def __init__(self) -> None:
+        self._counters: dict[tuple[str, Labels], Counter] = {}
+        self._gauges: dict[tuple[str, Labels], Gauge] = {}
+        self._histograms: dict[tuple[str, Labels], Histogram] = {}
+        self._queues: dict[str, QueueGauge] = {}
+
+    def counter(self, name: str, *labels: str) -> Counter:
+        """The counter `name` (without `_total`) with these label values."""
+        return self._counters.setdefault((name, labels), Counter())
+
+    def gauge(self, name: str, *labels: str) -> Gauge:
+        """The gauge `name` with these label values."""
+        return self._gauges.setdefault((name, labels), Gauge())
+
+    def histogram(
+        self, name: str, *labels: str, bounds: tuple[float, ...] = SECONDS_BOUNDS
+    ) -> Histogram:
+        """The histogram `name` with these label values; `bounds` count at the first call."""
+        found = self._histograms.get((name, labels))
+        if found is None:
+            found = self._histograms[name, labels] = Histogram(bounds)
+        return found
+
+    def queue(self, name: str, capacity: int) -> QueueGauge:
+        """The gauge of a bounded queue."""
+        return self._queues.setdefault(name, QueueGauge(name, capacity))
+
+    def read_counters(self) -> dict[str, list[tuple[Labels, float]]]:
+        """All counters, for a `Snapshot`."""
+        return _grouped([(key, counter.value) for key, counter in list(self._counters.items())])
+
+    def read_gauges(self) -> dict[str, list[tuple[Labels, float]]]:
+        """All gauges, for a `Snapshot`."""
+        return _grouped([(key, gauge.value) for key, gauge in list(self._gauges.items())])
+
+    def read_histograms(self) -> dict[str, list[tuple[Labels, HistogramValue]]]:
+        """All histograms, for a `Snapshot`."""
+        grouped: dict[str, list[tuple[Labels, HistogramValue]]] = {}
+        for (name, labels), histogram in list(self._histograms.items()):
+            grouped.setdefault(name, []).append((labels, histogram.read()))
+        return grouped
+
+    def read_queues(self) -> list[QueueStats]:
+        """All queue gauges, for a `Snapshot`."""
+        return [queue.read() for queue in list(self._queues.values())]
+
+
+def _grouped(
+    values: list[tuple[tuple[str, Labels], float]],
+) -> dict[str, list[tuple[Labels, float]]]:
+    grouped: dict[str, list[tuple[Labels, float]]] = {}
+    for (name, labels), value in values:
+        grouped.setdefault(name, []).append((labels, value))
+    return grouped

@@ -1,0 +1,249 @@
+"""The one interface between scheduler and model: `Engine`, its plans and its results.
+
+No torch here: the scheduler, its tests and the fake engine import this module. An engine owns the
+device: the page pool, per-slot tables (block table, length, last token) and the weights. The
+scheduler owns the bookkeeping: which page and which slot belongs to which sequence.
+
+A *slot* is a row of the engine's per-sequence tables (and, for models with states, of the state
+pool), 0 <= slot < `EngineInfo.max_num_seqs`. A *page* is a row of the page pool that holds the KV
+of `CacheLayout.page_tokens` consecutive tokens for all layers, 0 <= page < `num_pages`.
+
+Order of calls, for each step: `launch(plan)`, later `collect()`, which returns the results of the
+oldest launched step that has not been collected. At most `EngineInfo.pipeline_depth + 1` steps may be
+launched and not collected. With depth 1 the scheduler launches step n+1 before it knows the tokens of
+step n: the engine takes the input token of a decode from its own per-slot table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.cache.outcomes import Announcement, Hit, StorePlan
+from hicache.copies.row_copy import PendingCopy
+from hicache.copies.runs import IndexArray
+from hicache.pool.host_pool import HostPool
+from transport.messages.generate import SamplingParams
+
+TokenArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """One tensor inside a page row or a state row: byte offset, shape, dtype name (`float32`)."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """What a page and a state slot consist of.
+
+    A page is ONE contiguous row of `page_bytes` bytes with all layers' KV of its `page_tokens` tokens,
+    a state one contiguous row of `state_bytes` (0: the model has none), so that a host page equals a
+    device row and a copy is one run of bytes.
+    """
+
+    page_tokens: int
+    page_bytes: int
+    page_tensors: tuple[TensorSlice, ...]
+    state_bytes: int = 0
+    state_tensors: tuple[TensorSlice, ...] = ()
+    stored_state_bytes: int = 0
+    """Size of the part of a state that a prefix cache keeps, in the form that it keeps; 0: none."""
+    replay_tokens: int = 1
+    """Trailing prompt tokens that must be recomputed after a prefix hit."""
+    keep_tokens: int = 0
+    """Bounded replay: the last prompt tokens that the decoder layers run on; 0: on all."""
+    fingerprint: str = ""
+    """Hash over model configuration, weights identity, dtypes and this layout."""
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What a loaded engine offers."""
+
+    layout: CacheLayout
+    num_pages: int
+    max_num_seqs: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    pipeline_depth: int
+    """How many steps may run while the next one is planned: 0 on a CPU, 1 on a GPU."""
+    device: str
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """Compute the KV of `tokens` at positions start .. start+len(tokens)-1 of the sequence in `slot`.
+
+    `pages` is the whole block table of the sequence so far, and covers the chunk; the engine replaces
+    the slot's block table with it. With `sample`, the chunk ends the prompt: choose the next token.
+    With `begin`, this is the first chunk after the slot was given to the sequence: the engine resets the
+    slot's sampling state from `sampling`, `prompt_len` and `generated`.
+    """
+
+    slot: int
+    start: int
+    tokens: TokenArray
+    pages: tuple[int, ...]
+    sample: bool
+    begin: bool
+    sampling: SamplingParams
+    seed: int
+    """Seed of this choice. The randomness of the token at position p is a function of (seed, p)."""
+    prompt_len: int
+    """Tokens of the sequence that came from the client."""
+    history: TokenArray | None = None
+    """With `begin`: all tokens known now, prompt then generated (for penalties, `min_tokens` and
+    look-back before `start`, which is not 0 after a prefix hit)."""
+    replay_from: int = 0
+    """Bounded replay: first position that the decoder layers run on. It follows from the client's
+    prompt alone, so that a sequence that is computed again, here or elsewhere, gets the same numbers."""
+
+
+class DecodeRow(NamedTuple):
+    """Compute one token: the last sampled token of `slot`, at position `position`."""
+
+    slot: int
+    position: int
+    """Position of the input token, = number of tokens whose KV is already in the pool."""
+
+
+class PrefixLoad(NamedTuple):
+    """Copy a cached prefix up before the step: its pages into `pages`, its state into `slot`."""
+
+    slot: int
+    pages: tuple[int, ...]
+    hit: Hit
+
+
+class PrefixStore(NamedTuple):
+    """Copy a computed prompt down after the step: of the block table `pages` and of the state in
+    `slot`, what `plan` names."""
+
+    slot: int
+    pages: tuple[int, ...]
+    plan: StorePlan
+    announcement: Announcement
+    """To withdraw when it is stored."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One prompt step or one decode step; exactly one of the two lists is non-empty."""
+
+    step: int
+    prompts: tuple[PromptChunk, ...] = ()
+    decodes: tuple[DecodeRow, ...] = ()
+    new_pages: tuple[tuple[int, int, int], ...] = ()
+    """(slot, block index, page) for decodes whose block table grew by one page before this step."""
+    loads: tuple[PrefixLoad, ...] = ()
+    """To be made, in this order, before the step is launched."""
+    stores: tuple[PrefixStore, ...] = ()
+    """To be made after the step is launched and before the next one is."""
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether this is a prompt step."""
+        return bool(self.prompts)
+
+    def written_pages(self) -> IndexArray:
+        """All pages, int32, that the step may be the first to write to since their sequence got them,
+        and maybe some others of that sequence. A decode goes on in the page that it wrote to before."""
+        pages = [page for chunk in self.prompts for page in chunk.pages]
+        pages += [page for _, _, page in self.new_pages]
+        return np.array(pages, np.int32)
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Logprobs of one sampled token under the model's own distribution (before temperature,
+    penalties and bias)."""
+
+    chosen: float
+    top_ids: TokenArray
+    top_logprobs: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Tokens of one step, in plan order: one per sampling `PromptChunk`, or one per `DecodeRow`."""
+
+    step: int
+    tokens: TokenArray
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """By index into `tokens`; only for slots whose sampling asks for logprobs."""
+
+
+class CacheCopies(Protocol):
+    """Copies between an engine's rows and a host pool's. They are ordered like steps: a step that is
+    launched later reads what a load brings, and a store reads what the steps before it wrote, whatever
+    later steps write. All of them may raise `HostPoolError`: the device refuses, and no byte is under
+    way."""
+
+    def load_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
+        """Host row `host_slots[i]` into page `pages[i]`."""
+        ...
+
+    def store_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
+        """Page `pages[i]` into host row `host_slots[i]`."""
+        ...
+
+    def load_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
+        """Host state row into `slot`, as the state after `position` tokens."""
+        ...
+
+    def store_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
+        """The state of `slot` as it was after `position` tokens into a host state row. `position` is
+        one of the prompt's two anchors (see `CacheLayout.replay_tokens`), or where its last chunk
+        ended."""
+        ...
+
+
+class Engine(Protocol):
+    """A model on a device. Not thread-safe: one thread drives it."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """What this engine offers; constant."""
+        ...
+
+    def launch(self, plan: StepPlan) -> None:
+        """Start a step. Returns before the device is done where `pipeline_depth` > 0."""
+        ...
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest launched step and return its tokens.
+
+        Raises:
+            EngineError: the device failed; the engine must not be used any more.
+        """
+        ...
+
+    def cache_copies(self, pool: HostPool) -> CacheCopies:
+        """Copies to and from a host pool that was made for `info.layout`.
+
+        Raises:
+            EngineError: the pool's memory cannot be used by the device.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free the device's memory. Idempotent."""
+        ...
+
+
+class EngineError(RuntimeError):
+    """The device or the model failed in a way that ends this engine."""
+
+
+class ModelLoadError(RuntimeError):
+    """The model cannot be loaded; the message is one sentence that says what is wrong and where."""

@@ -1,0 +1,1 @@
+"""The engine: steps on a device."""

@@ -1,0 +1,76 @@
+"""Which device a worker computes on, and how host data gets there without waiting."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.contract import ModelLoadError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+Accelerator = Literal["cpu", "nvidia"]
+DTypeName = Literal["float32", "bfloat16", "float16"]
+
+
+def detect_accelerator() -> Accelerator:
+    """`nvidia` if PyTorch finds a usable CUDA GPU here, else `cpu`."""
+    return "nvidia" if torch.cuda.is_available() else "cpu"
+
+
+def open_device(accelerator: Accelerator, index: int, num_threads: int) -> torch.device:
+    """The torch device of a worker; sets the number of CPU threads and the current GPU.
+
+    Raises:
+        ModelLoadError: the GPU does not exist.
+    """
+    torch.set_num_threads(max(1, num_threads))
+    if accelerator == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        raise ModelLoadError(
+            f"GPU {index} was asked for, but PyTorch finds {found} CUDA GPUs; set the accelerator "
+            "to 'cpu' or lower the number of workers."
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def default_dtype(device: torch.device, checkpoint: torch.dtype | None) -> DTypeName:
+    """dtype for `auto`: float32 on a CPU; on a GPU the checkpoint's own, bfloat16 if float32."""
+    if device.type == "cpu":
+        return "float32"
+    return "float16" if checkpoint == torch.float16 else "bfloat16"
+
+
+def reserved_bytes(index: int) -> int:
+    """Memory of a GPU that this process has taken for tensors, free blocks of its pool included.
+    The CUDA context itself, some hundred MiB, is not counted."""
+    return int(torch.cuda.memory_reserved(index))
+
+
+def upload_int32(arrays: Sequence[npt.NDArray[np.int32]], device: torch.device) -> list[Tensor]:
+    """Copy int32 arrays to the device in one transfer; on a GPU it does not wait for the copy.
+
+    The pinned source belongs to PyTorch's caching host allocator, which reuses it only after the
+    copy has run.
+    """
+    lengths = [len(a) for a in arrays]
+    packed = torch.from_numpy(np.concatenate(arrays)) if arrays else torch.empty(0)
+    if device.type != "cpu":
+        packed = packed.pin_memory().to(device, non_blocking=True)
+    return list(torch.split(packed, lengths))
+
+
+def offline_environment() -> None:
+    """Tell the Hugging Face libraries that nothing may be fetched."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")

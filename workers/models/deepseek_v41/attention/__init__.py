@@ -1,0 +1,1 @@
+"""Sliding window, compressed global entries and their indexer."""

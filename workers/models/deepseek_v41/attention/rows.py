@@ -1,0 +1,135 @@
+"""The rows of a step: which token of which sequence each is, and where its window keys are.
+
+A step is a flattened batch without padding: the rows of a sequence are consecutive, the sequences
+follow each other. The decoder layers may run on fewer rows than the encoder layers (bounded replay),
+so a step has one `Rows` for each of the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from workers.attention.row_tiles import RowFunction, Tile, map_rows, position_tiles
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+IntArray = npt.NDArray[np.int32]
+
+
+class Span(NamedTuple):
+    """Consecutive rows of one sequence. All rows hold positions start .. start+count-1."""
+
+    slot: int
+    first_row: int
+    start: int
+    rows: int
+    """How many."""
+    window_from: int
+    """First position that a window may look at; 0 unless earlier window KV is missing on purpose."""
+
+    @property
+    def end(self) -> int:
+        """Position after the last row's."""
+        return self.start + self.rows
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one part of the model, on the device. T rows of B sequences, window W, ring R."""
+
+    spans: tuple[Span, ...]
+    positions: Tensor
+    """int64 [T]."""
+    sequence: Tensor
+    """int64 [T]: index of the row's sequence in the step."""
+    history_place: Tensor
+    """int64 [B,W-1]: ring places of the W-1 positions before each sequence's first row."""
+    window_index: Tensor
+    """int64 [T,W]: the row's window keys among B*(W-1) earlier ones followed by the T own ones."""
+    window_valid: Tensor
+    """bool [T,W]."""
+    written_rows: Tensor
+    """int64 [N]: rows that go into the ring; older ones of the same step would be overwritten."""
+    written_slot: Tensor
+    """int64 [N]."""
+    written_place: Tensor
+    """int64 [N]: position modulo R."""
+    tiles: list[Tile] | None
+    """None outside the exact mode."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.positions)
+
+    def map(
+        self,
+        function: RowFunction,
+        *inputs: Tensor,
+        limit: int | None = None,
+    ) -> tuple[Tensor, ...]:
+        """See `map_rows`."""
+        return map_rows(function, inputs, self.tiles, limit)
+
+
+def row_arrays(spans: Sequence[Span], ring: int) -> list[IntArray]:
+    """The host side of `Rows`, in the order in which `build_rows` takes it."""
+    counts = np.array([s.rows for s in spans], np.int32)
+    kept = np.minimum(counts, ring)
+    slots = np.array([s.slot for s in spans], np.int32)
+    first = np.array([s.first_row for s in spans], np.int32)
+    start = np.array([s.start for s in spans], np.int32)
+    written = ragged_arange(first + counts - kept, kept)
+    positions = ragged_arange(start, counts)
+    return [
+        positions,
+        np.repeat(np.arange(len(spans), dtype=np.int32), counts),
+        first,
+        start,
+        np.array([s.window_from for s in spans], np.int32),
+        written,
+        np.repeat(slots, kept),
+        positions[written] % ring,
+    ]
+
+
+def build_rows(
+    spans: tuple[Span, ...], uploaded: Iterator[Tensor], window: int, ring: int, *, exact: bool
+) -> Rows:
+    """Make the device side from the uploaded `row_arrays`."""
+    positions, sequence, first, start, window_from, rows, slots, places = (
+        next(uploaded) for _ in range(8)
+    )
+    before = window - 1
+    back = torch.arange(-before, 1, device=positions.device)
+    seen = positions[:, None] + back
+    from_start = seen - start[sequence][:, None]
+    own = first[sequence][:, None] + from_start + len(spans) * before
+    earlier = sequence[:, None] * before + from_start + before
+    return Rows(
+        spans=spans,
+        positions=positions,
+        sequence=sequence,
+        history_place=(start[:, None] + back[:-1]) % ring,
+        window_index=torch.where(from_start >= 0, own, earlier),
+        window_valid=seen >= window_from[sequence][:, None],
+        written_rows=rows,
+        written_slot=slots,
+        written_place=places,
+        tiles=position_tiles([(s.start, s.rows) for s in spans]) if exact else None,
+    )
+
+
+def ragged_arange(starts: IntArray, counts: IntArray) -> IntArray:
+    """starts[0], starts[0]+1, ... (counts[0] of them), then the same for the next one."""
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total, dtype=np.int32) + np.repeat(
+        (starts - ends + counts).astype(np.int32), counts
+    )

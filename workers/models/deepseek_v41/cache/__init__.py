@@ -1,0 +1,1 @@
+"""What pages and states consist of, and how vectors become bytes."""

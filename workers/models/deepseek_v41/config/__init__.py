@@ -1,0 +1,1 @@
+"""Sizes and roles of a DeepSeek-V4.1 model."""

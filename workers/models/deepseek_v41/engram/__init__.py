@@ -1,0 +1,1 @@
+"""N-gram embeddings, looked up in large tables."""

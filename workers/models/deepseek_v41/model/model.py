@@ -1,0 +1,211 @@
+"""The forward pass of the text model over one step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from workers.attention.row_tiles import map_rows
+from workers.models.deepseek_v41.attention.attention import Attention, attend
+from workers.models.deepseek_v41.attention.indexer import Choice, EntryChooser, IndexQuery
+from workers.models.deepseek_v41.attention.rope import Rotation, compressed_rope, window_rope
+from workers.models.deepseek_v41.engram.layer import Engram
+from workers.models.deepseek_v41.model.hyper_connection import (
+    HyperConnection,
+    Mix,
+    collapse,
+    expand,
+)
+from workers.models.deepseek_v41.model.linear import Linear, RMSNorm, batched_product
+from workers.models.deepseek_v41.moe.experts import Experts
+from workers.models.deepseek_v41.moe.moe import MoE
+
+if TYPE_CHECKING:
+    from workers.models.deepseek_v41.attention.entries import Entries
+    from workers.models.deepseek_v41.attention.rope import Rope
+    from workers.models.deepseek_v41.attention.rows import Rows
+    from workers.models.deepseek_v41.cache.pools import ServingCaches
+    from workers.models.deepseek_v41.config.model_config import LayerRole, ModelConfig
+    from workers.models.deepseek_v41.model.step import Step
+
+
+class Pass:
+    """What travels down the stack beside the stream: the rows, their rotations, and the choices that
+    index sources hand to the layers after them. It ends with the pass."""
+
+    def __init__(self, model: DeepseekV41, step: Step, rows: Rows, caches: ServingCaches) -> None:
+        self.rows = rows
+        self.caches = caches
+        self.slots = step.slots
+        self.window_rotation = model.window_rope(rows.positions)
+        self.compressed_rotation = model.compressed_rope(rows.positions)
+        self.chooser = EntryChooser(model.config, caches, rows, step.block_tables)
+        self.choice: Choice | None = None
+        self.candidates: Tensor | None = None
+
+    def rotation(self, role: LayerRole) -> Rotation:
+        """Rotation of a layer's queries and window KV."""
+        return self.compressed_rotation if role.ratio else self.window_rotation
+
+
+class Layer(nn.Module):
+    """Engram where there is one, attention, mixture of experts."""
+
+    def __init__(self, config: ModelConfig, role: LayerRole, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.role = role
+        if role.has_engram:
+            self.engram = Engram(config, dtype)
+        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attn = Attention(config, role, dtype)
+        self.hc_attn = HyperConnection(config)
+        self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.ffn = MoE(config, Experts(config), dtype)
+        self.hc_ffn = HyperConnection(config)
+
+    def attention_input(
+        self, stream: Tensor, pre: Tensor, embeddings: Tensor | None, rows: Rows
+    ) -> tuple[Tensor, Tensor]:
+        """The stream after Engram, and what this layer's attention looks at [T,D]."""
+
+        def compute(stream: Tensor, pre: Tensor, *engram: Tensor) -> tuple[Tensor, ...]:
+            if engram:
+                stream = self.engram(stream, engram[0])
+            return stream, self.attn_norm(collapse(stream, pre))
+
+        engram = () if embeddings is None else (embeddings,)
+        stream, x = rows.map(compute, stream, pre, *engram)
+        return stream, x
+
+    def write_entries(
+        self, x: Tensor, rows: Rows, step: Step, rope: Rope, caches: ServingCaches
+    ) -> None:
+        """Make the entries that this step completes, and store them and the unfinished one."""
+        source, entries = self.role.layer, step.entries[self.role.ratio]
+        compressor, indexer = self.attn.compressor, self.attn.indexer
+        (parts,) = rows.map(lambda x: (compressor.project(x),), x)
+        members = _members(parts, entries, source, step.slots, caches)
+
+        def finish(members: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+            rotation = rope(positions)
+            latent = compressor.pool(members)
+            keys = indexer.keys(latent, rotation)  # from the latent before it is rotated
+            return rotation.apply_(latent), keys
+
+        main, keys = map_rows(finish, (members, entries.positions), entries.tiles)
+        caches.write_entries(source, entries, main, keys)
+
+    def sublayers(self, stream: Tensor, x: Tensor, run: Pass) -> tuple[Tensor, Tensor]:
+        """Attention on `x` and mixture of experts; returns the stream and the next `pre` mix."""
+        rows, rotation = run.rows, run.rotation(self.role)
+        queries, low_rank, window_kv = self._project(x, rotation, rows)
+        if self.role.picks_topk:
+            self._choose(x, low_rank, rotation, run)
+        window_keys = run.caches.exchange_window(self.role.layer, run.slots, rows, window_kv)
+        address = run.choice.address if self.role.ratio and run.choice else None
+        heads = attend(
+            queries,
+            rows,
+            window_keys,
+            run.caches,
+            self.role.kv_source,
+            address,
+            self.attn.attn_sink,
+        )
+        exact = rows.tiles is not None
+
+        def finish(stream: Tensor, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+            mix: Mix = self.hc_attn(stream)
+            stream = expand(self.attn.output(heads, Rotation(cos, sin)), stream, mix)
+            ffn_mix: Mix = self.hc_ffn(stream)
+            y = self.ffn(self.ffn_norm(collapse(stream, mix.pre)), one_row_tiles=exact)
+            return expand(y, stream, ffn_mix), ffn_mix.pre
+
+        stream, pre = rows.map(finish, stream, heads, rotation.cos, rotation.sin)
+        return stream, pre
+
+    def _project(self, x: Tensor, rotation: Rotation, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        def compute(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+            rotation = Rotation(cos, sin)
+            queries, low_rank = self.attn.queries(x, rotation)
+            return queries, low_rank, self.attn.window_kv(x, rotation)
+
+        queries, low_rank, window_kv = rows.map(compute, x, rotation.cos, rotation.sin)
+        return queries, low_rank, window_kv
+
+    def _choose(self, x: Tensor, low_rank: Tensor, rotation: Rotation, run: Pass) -> None:
+        def compute(x: Tensor, low_rank: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+            return self.attn.indexer.queries(x, low_rank, Rotation(cos, sin))
+
+        queries, weights = run.rows.map(compute, x, low_rank, rotation.cos, rotation.sin)
+        query = IndexQuery(run.caches.formats.index.rounded(queries), weights)
+        filtered_by = run.candidates if self.role.filters_by_candidates else None
+        run.choice = run.chooser.choose(self.role, query, filtered_by)
+        if self.role.picks_candidates:
+            run.candidates = run.choice.candidates
+
+
+class DeepseekV41(nn.Module):
+    """The text model. Parameters carry the released names, but for `hc_attn_fn`, which is
+    `hc_attn.fn` here (and so on), and for the routed experts, which are stacked."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        self.window_rope = window_rope(config, device)
+        self.compressed_rope = compressed_rope(config, device)
+        self.embed = Linear(config.hidden_size, config.vocab_size, dtype)
+        self.layers = nn.ModuleList(Layer(config, role, dtype) for role in config.roles)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.head = Linear(config.hidden_size, config.vocab_size, dtype)
+
+    def forward(self, step: Step, caches: ServingCaches) -> Tensor | None:
+        """Compute a step: write the caches, return logits, float32 [R,vocab_size].
+
+        The decoder layers run on the step's kept rows only, but the first of them makes the entries
+        of all rows. Rows of the result are `step.logit_rows`; None: no row is kept.
+        """
+        rows = step.encoder
+        stream = self.embed.weight[step.token_ids][:, None].repeat(1, self.config.hc_mult, 1)
+        pre = stream.new_zeros(len(rows), self.config.hc_mult, dtype=torch.float32)
+        pre[:, 0] = 1
+        run = Pass(self, step, rows, caches)
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            role = layer.role
+            embeddings = step.embeddings(role.layer, run.rows)
+            stream, x = layer.attention_input(stream, pre, embeddings, run.rows)
+            if role.writes_kv:
+                layer.write_entries(x, rows, step, self.compressed_rope, caches)
+            if role.layer == self.config.first_decoder_layer:
+                if step.decoder is None:
+                    return None
+                if step.decoder_rows is not None:
+                    stream, x = stream[step.decoder_rows], x[step.decoder_rows]
+                run = Pass(self, step, step.decoder, caches)
+            stream, pre = layer.sublayers(stream, x, run)
+        if not len(step.logit_rows):
+            return None
+        return self._logits(stream[step.logit_rows], pre[step.logit_rows], step)
+
+    def _logits(self, stream: Tensor, pre: Tensor, step: Step) -> Tensor:
+        def compute(stream: Tensor, pre: Tensor) -> tuple[Tensor, ...]:
+            hidden = self.norm(collapse(stream, pre))
+            return (batched_product(hidden[None], self.head.weight.T[None])[0],)
+
+        return map_rows(compute, (stream, pre), step.logit_tiles)[0]
+
+
+def _members(
+    parts: Tensor, entries: Entries, source: int, slots: Tensor, caches: ServingCaches
+) -> Tensor:
+    """What the tokens of each entry contributed [G,ratio,1 or 2,D], from this step's rows or from the
+    tail that an earlier step left; leaves this step's tail."""
+    if entries.ratio == 1:
+        return parts[entries.members]
+    tail = caches.tail(source)
+    members = torch.cat((tail[slots].flatten(0, 1), parts))[entries.members]
+    tail[entries.tail_slot, entries.tail_place] = parts[entries.tail_rows]
+    return members

@@ -1,0 +1,1 @@
+"""A checkpoint's tensors, read, checked and put onto the device."""

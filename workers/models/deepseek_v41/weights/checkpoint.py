@@ -1,0 +1,288 @@
+"""Opens a DeepSeek-V4.1 checkpoint: checks all of it from the headers, then reads it shard by shard."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from workers.contract import ModelLoadError
+from workers.models.deepseek_v41.weights.safetensors_header import StoredTensor, read_header
+from workers.models.deepseek_v41.weights.tensor_table import (
+    BYTE_DTYPES,
+    EXPERT_NAME,
+    FLOAT_DTYPES,
+    FP8_DTYPE,
+    SCALE_DTYPES,
+    expected_tensors,
+    scale_name,
+    stored_shape,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from workers.models.deepseek_v41.config.model_config import ModelConfig
+
+    Progress = Callable[[int, int], None]
+    """Called with the bytes done and the bytes in all."""
+    NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+INDEX_FILE: Final = "model.safetensors.index.json"
+SINGLE_FILE: Final = "model.safetensors"
+
+_SHARD: Final = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
+# Draft model and vision tower: parts of the release that text generation does not use.
+_OTHER_PARTS: Final = ("mtp.", "vision.", "aligner.", "image_")
+_OPEN_FILES: Final = 2
+_KNOWN_DTYPES: Final = FLOAT_DTYPES | BYTE_DTYPES | SCALE_DTYPES | {FP8_DTYPE}
+
+
+class WeightSource(Protocol):
+    """Where weights come from: a checkpoint, or made-up ones of the same shapes."""
+
+    def shards(
+        self, wanted: Callable[[str], bool] | None = None, progress: Progress | None = None
+    ) -> Iterator[NamedTensors]:
+        """The tensors `wanted` (default: all), in groups, as stored: weights and their scales.
+
+        Scales are named like their weight, with `scale` for `weight`. Packed FP4 is uint8. A tensor
+        may be a view of a mapped file, which stays mapped while the tensor lives: copy it to keep it.
+        """
+        ...
+
+    def scale_of(self, name: str) -> torch.Tensor | None:
+        """The E8M0 scale of the weight `name`; None: it is not quantised."""
+        ...
+
+    def is_packed(self, name: str) -> bool:
+        """Whether the weight `name` is packed FP4."""
+        ...
+
+
+@dataclass
+class Checkpoint:
+    """A complete checkpoint on disk. Not thread-safe."""
+
+    tensors: Mapping[str, StoredTensor]
+    """The text model's tensors by released name, scales included."""
+    _open: OrderedDict[Path, safe_open] = field(default_factory=OrderedDict)
+
+    def shards(
+        self, wanted: Callable[[str], bool] | None = None, progress: Progress | None = None
+    ) -> Iterator[NamedTensors]:
+        """See `WeightSource`. One group a file, in the order of its bytes.
+
+        Raises:
+            ModelLoadError: while reading, when a file fails.
+        """
+        by_file: dict[Path, list[tuple[str, StoredTensor]]] = {}
+        for name, stored in self.tensors.items():
+            if wanted is None or wanted(name):
+                by_file.setdefault(stored.file, []).append((name, stored))
+        meter = _Meter(sum(t.size for group in by_file.values() for _, t in group), progress)
+        for _, group in sorted(by_file.items()):
+            yield self._read_all(sorted(group, key=lambda item: item[1].offset), meter)
+
+    def scale_of(self, name: str) -> torch.Tensor | None:
+        """See `WeightSource`."""
+        scale = scale_name(name)
+        return self.read(scale) if scale in self.tensors else None
+
+    def is_packed(self, name: str) -> bool:
+        """See `WeightSource`."""
+        return self.tensors[name].dtype in BYTE_DTYPES
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, as stored; a view of the mapped file.
+
+        Raises:
+            ModelLoadError: the file cannot be read.
+        """
+        stored = self.tensors[name]
+        try:
+            handle = self._handle(stored.file)
+            tensor: torch.Tensor = handle.get_tensor(stored.key)  # type: ignore[no-untyped-call]
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(
+                f"{stored.key} cannot be read from {stored.file}: {error}."
+            ) from error
+        return tensor.view(torch.uint8) if stored.dtype in BYTE_DTYPES else tensor
+
+    def close(self) -> None:
+        """Let go of the files; tensors that are still views keep theirs."""
+        self._open.clear()
+
+    def _read_all(self, group: list[tuple[str, StoredTensor]], meter: _Meter) -> NamedTensors:
+        for name, stored in group:
+            yield name, self.read(name)
+            meter.add(stored.size)
+
+    def _handle(self, file: Path) -> safe_open:
+        # The shard being read, and one more for a scale that lies elsewhere.
+        handle = self._open.pop(file, None) or safe_open(file, framework="pt")
+        self._open[file] = handle
+        if len(self._open) > _OPEN_FILES:
+            self._open.popitem(last=False)
+        return handle
+
+
+@dataclass
+class _Meter:
+    total: int
+    progress: Progress | None
+    done: int = 0
+
+    def add(self, size: int) -> None:
+        self.done += size
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+
+def open_checkpoint(model_dir: Path, config: ModelConfig) -> Checkpoint:
+    """Check the checkpoint in `model_dir` against `config`. Reads the files' headers only.
+
+    Raises:
+        ModelLoadError: a file is missing, truncated, damaged or a Git LFS pointer; a tensor is
+            missing, unknown, of a wrong shape or of a dtype that is not implemented; or only some
+            of a layer's experts are packed.
+    """
+    found: dict[str, StoredTensor] = {}
+    for file in _checkpoint_files(model_dir):
+        for stored in read_header(file):
+            name = stored.key.removeprefix("model.")
+            if name in found:
+                raise ModelLoadError(
+                    f"{name} is stored twice, in {found[name].file} and in {file}; remove the "
+                    "files that do not belong to the checkpoint."
+                )
+            found[name] = stored
+    ours = {name: t for name, t in found.items() if not name.startswith(_OTHER_PARTS)}
+    _check(model_dir, ours, config)
+    return Checkpoint(ours)
+
+
+def _checkpoint_files(model_dir: Path) -> list[Path]:
+    index = model_dir / INDEX_FILE
+    if index.is_file():
+        return _indexed_files(index)
+    if (model_dir / SINGLE_FILE).is_file():
+        return [model_dir / SINGLE_FILE]
+    numbered = {
+        int(match[1]): (path, int(match[2]))
+        for path in model_dir.glob("model-*.safetensors")
+        if (match := _SHARD.fullmatch(path.name))
+    }
+    if not numbered:
+        raise ModelLoadError(
+            f"{model_dir} holds no weights: neither {INDEX_FILE} nor {SINGLE_FILE} nor "
+            "model-N-of-M.safetensors."
+        )
+    count = max(total for _, total in numbered.values())
+    absent = sorted(set(range(1, count + 1)) - set(numbered))
+    if absent:
+        raise ModelLoadError(
+            f"{model_dir} lacks {len(absent)} of {count} shards, the first one is number "
+            f"{absent[0]}; fetch the rest of the checkpoint."
+        )
+    return [path for _, (path, _) in sorted(numbered.items())]
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{index} is damaged: {error!r}; fetch it again.") from error
+    for name in names:
+        if not isinstance(name, str) or "/" in name:
+            raise ModelLoadError(f"{index} names {name!r}, which is not a file beside it.")
+    files = [index.parent / name for name in sorted(names)]
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise ModelLoadError(
+            f"{index.parent} lacks {len(absent)} of {len(files)} shards, the first one is "
+            f"{absent[0]}; fetch the rest of the checkpoint."
+        )
+    return files
+
+
+def _check(model_dir: Path, found: Mapping[str, StoredTensor], config: ModelConfig) -> None:
+    block = config.quantization.weight_block_size if config.quantization else None
+    known: set[str] = set()
+    missing: list[str] = []
+    for name, tensor in expected_tensors(config).items():
+        stored = found.get(name)
+        if stored is None:
+            if tensor.required:
+                missing.append(name)
+            continue
+        known.add(name)
+        shapes = stored_shape(tensor, stored.dtype, block)
+        if shapes is None:
+            raise ModelLoadError(_unknown_storage(stored, quantized=block is not None))
+        _check_shape(stored, shapes.data)
+        if shapes.scale is None:
+            continue
+        scale = found.get(scale_name(name))
+        if scale is None:
+            missing.append(scale_name(name))
+            continue
+        known.add(scale_name(name))
+        if scale.dtype not in SCALE_DTYPES:
+            raise ModelLoadError(_unknown_storage(scale, quantized=True))
+        _check_shape(scale, shapes.scale)
+    if missing:
+        raise ModelLoadError(
+            f"{model_dir} lacks {len(missing)} tensors that its configuration calls for, the first "
+            f"one is {missing[0]}; the checkpoint is incomplete or of another model."
+        )
+    extra = [name for name in found if name not in known]
+    if extra:
+        raise ModelLoadError(
+            f"{model_dir} holds {len(extra)} tensors that its configuration does not describe, the "
+            f"first one is {extra[0]}; it may need something that is not implemented."
+        )
+    _check_experts_alike(found)
+
+
+def _check_experts_alike(found: Mapping[str, StoredTensor]) -> None:
+    """A matrix of all experts of a layer is one stack, so either all are packed FP4 or none is."""
+    stacks: dict[tuple[str, str], dict[bool, list[StoredTensor]]] = {}
+    for name, stored in found.items():
+        expert = EXPERT_NAME.fullmatch(name)
+        if expert is not None:
+            forms = stacks.setdefault((expert["module"], expert["matrix"]), {})
+            forms.setdefault(stored.dtype in BYTE_DTYPES, []).append(stored)
+    for forms in stacks.values():
+        if len(forms) == 1:
+            continue
+        few, many = sorted(forms.values(), key=len)
+        raise ModelLoadError(
+            f"{few[0].key} in {few[0].file} is stored as {few[0].dtype}, but {len(many)} other experts "
+            f"of its layer as {many[0].dtype}: either all must be packed FP4 or none."
+        )
+
+
+def _check_shape(stored: StoredTensor, expected: tuple[int, ...]) -> None:
+    if stored.shape != expected:
+        raise ModelLoadError(
+            f"{stored.key} in {stored.file} has the shape {list(stored.shape)}, but the "
+            f"configuration calls for {list(expected)}."
+        )
+
+
+def _unknown_storage(stored: StoredTensor, *, quantized: bool) -> str:
+    message = f"{stored.key} in {stored.file} is stored as {stored.dtype}, "
+    if stored.dtype not in _KNOWN_DTYPES:
+        return message + "a type that is not known here."
+    if quantized:
+        return message + "a type that is not implemented for this tensor."
+    return (
+        message + "but config.json has no quantization_config, so only plain floats are expected."
+    )

@@ -1,0 +1,1 @@
+"""Hugging Face models, run unmodified over the page pool."""

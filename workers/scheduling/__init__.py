@@ -1,0 +1,1 @@
+"""What runs next: sequences, pages and slots. No torch in here."""

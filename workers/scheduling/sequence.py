@@ -1,0 +1,134 @@
+"""One choice of one request while a worker has it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hicache.cache.outcomes import Announcement, Hit
+from hicache.keys import PromptKeys
+from transport.ids import ProcessName, RequestId
+from transport.messages.generate import SamplingParams
+from workers.contract import TokenArray
+
+SequenceKey = tuple[RequestId, int]
+"""Request and choice index."""
+
+
+class Status(enum.Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    """Prompt (or what has to be recomputed) not yet wholly computed."""
+    RUNNING = "running"
+    """Decoding."""
+    FINISHED = "finished"
+
+
+@dataclass
+class PrefixWait:
+    """What a sequence waits for that begins like one that is being computed."""
+
+    announcement: Announcement
+    gain: int
+    """Tokens that it saves."""
+    seen: int
+    """Tokens that the other had computed when it was last looked at."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Tokens, resources and progress of one choice. Owned by the scheduler.
+
+    ```
+    tokens   |<------ prompt_len ------>|<-- generated -->|
+    computed |<--- num_computed (KV in the pool, launched steps included) --->|
+    ```
+    While decoding, num_computed = len(tokens) + in_flight - 1: the last token's KV is computed by the
+    step that samples its successor.
+    """
+
+    key: SequenceKey
+    frontend: ProcessName
+    prompt: TokenArray
+    """Tokens from the client and, after a migration, those generated elsewhere."""
+    prompt_len: int
+    sampling: SamplingParams
+    seed: int
+    priority: int = 0
+    arrival: float = 0.0
+    uses_prefix_cache: bool = False
+    cache_salt: str = ""
+    status: Status = Status.WAITING
+    paused: bool = False
+    reported: bool = False
+    """Whether `started` has gone out."""
+    generated: list[int] = field(default_factory=list)
+    """Tokens collected here."""
+    num_computed: int = 0
+    in_flight: int = 0
+    """Sampled by launched steps, not yet collected."""
+    epoch: int = 0
+    """Grows when launched work of this sequence becomes void: preemption, finish."""
+    begun: bool = False
+    """Whether a chunk was planned since it got its slot."""
+    cached_tokens: int = 0
+    """Prompt tokens that its latest start took from the prefix cache."""
+    hit: Hit | None = None
+    """What its first chunk starts from, until that is planned."""
+    wanted_keys: tuple[bytes, ...] = ()
+    """While it waits for a slot: of the pages that it would rather load than compute."""
+    wait: PrefixWait | None = None
+    """What keeps it from starting: it would rather load what another one computes."""
+    matched_tokens: int = 0
+    """So many of its first tokens were in the prefix cache when it started, with a state or without."""
+    checkpoint: int = 0
+    """Where a chunk must end, so that the state there can be stored: others go on from there. 0, or not
+    beyond `num_computed`: nowhere."""
+    announcement: Announcement | None = None
+    """To the prefix cache, while its prompt is being computed."""
+    checkpoint_announcement: Announcement | None = None
+    """The same of its beginning up to the checkpoint ahead."""
+    prefix_keys: PromptKeys | None = None
+    """Of all its tokens, until the prompt is computed."""
+    slot: int | None = None
+    pages: list[int] = field(default_factory=list)
+    stop_tokens: frozenset[int] = frozenset()
+    """Tokens that end it once `min_tokens` are there; set by the scheduler."""
+    num_tokens: int = field(init=False)
+    """Tokens known here, collected ones only."""
+
+    def __post_init__(self) -> None:
+        """Count the prompt."""
+        self.num_tokens = len(self.prompt)
+
+    @property
+    def rank(self) -> tuple[int, float, SequenceKey]:
+        """Sort key: who runs first, and who gives way last."""
+        return (self.priority, self.arrival, self.key)
+
+    @property
+    def may_decode(self) -> bool:
+        """Whether another decode step can be planned now."""
+        return (
+            not self.paused
+            and self.num_tokens + self.in_flight - self.prompt_len < self.sampling.max_tokens
+            and self.status is Status.RUNNING
+        )
+
+    def append(self, token: int) -> int:
+        """Take in a token that was sampled; returns how many output tokens there are now."""
+        self.generated.append(token)
+        self.num_tokens += 1
+        self.in_flight -= 1
+        return self.num_tokens - self.prompt_len
+
+    def token_slice(self, start: int, stop: int) -> TokenArray:
+        """Tokens at positions start .. stop-1."""
+        border = len(self.prompt)
+        if stop <= border:
+            return self.prompt[start:stop]
+        tail = np.asarray(self.generated[max(start - border, 0) : stop - border], dtype=np.int32)
+        return tail if start >= border else np.concatenate([self.prompt[start:], tail])

@@ -48,7 +48,6 @@ class ApiError(Exception):
         return _TYPES.get(self.status, "server_error" if self.status >= 500 else "api_error")
 
     def value(self) -> dict[str, dict[str, str | None]]:
-        """The error object."""
         return {
             "error": {
                 "message": self.message,
@@ -63,7 +62,6 @@ class ApiError(Exception):
         return msgspec.json.encode(self.value())
 
     def all_headers(self) -> list[tuple[bytes, bytes]]:
-        """Headers of the answer beyond its type and length."""
         headers = list(self.headers)
         if self.retry_after is not None:
             headers.append((b"retry-after", str(self.retry_after).encode()))

@@ -38,11 +38,9 @@ class Gate:
         self._is_draining = False
 
     def set_state(self, state: InstanceState, reason: str) -> None:
-        """The daemon's view of the instance has changed."""
         self._state, self._reason = state, reason
 
     def drain(self) -> None:
-        """Take no new requests from now on."""
         self._is_draining = True
 
     def readiness(self) -> Readiness:

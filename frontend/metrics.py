@@ -35,16 +35,13 @@ class FrontendMetrics:
         self._generation_tokens.add(count)
 
     def saw_prompt(self, tokens: int) -> None:
-        """A prompt of so many tokens began to run."""
         self._prompt_tokens.add(tokens)
         self._prompt_sizes.observe(tokens)
 
     def finished(self, reason: str) -> None:
-        """A choice ended."""
         self._metrics.counter("request_success", reason).add()
 
     def ended(self, seconds: float) -> None:
-        """A generating HTTP request was answered."""
         self._whole_request.observe(seconds)
 
     def aborted(self) -> None:

@@ -60,7 +60,6 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals alone."""
         yield
 
 
@@ -81,7 +80,6 @@ class Frontend:
     def __init__(
         self, settings: FrontendSettings, stop: StopFlag, texts: TokenTexts, keys: ApiKeys
     ) -> None:
-        """Must be called within the running loop."""
         self._settings = settings
         self._stop = stop
         self._stop_asked = asyncio.Event()
@@ -211,7 +209,6 @@ class Frontend:
             self._services.tick(len(self._server.server_state.connections))
 
     async def _drain(self) -> None:
-        """Let running requests end, then end them."""
         self._gate.drain()
         self._link.set_state("draining")
         if self._services.jobs:

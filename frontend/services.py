@@ -53,7 +53,6 @@ class Services:
 
     @property
     def body_limits(self) -> BodyLimits:
-        """What a request's body may be."""
         return BodyLimits(self.settings.max_body_bytes, self.settings.body_seconds)
 
     def new_job(self, call: Call, request: GenerationRequest) -> Job:
@@ -75,7 +74,6 @@ class Services:
             self.idle.set()
 
     def end_all(self, error: ApiError) -> None:
-        """End every running request with an error."""
         for job in list(self.jobs):
             job.fail(error)
 

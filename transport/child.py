@@ -54,9 +54,7 @@ class HasProcessSettings(Protocol):
     """Settings of one role: its own fields beside the common ones."""
 
     @property
-    def process(self) -> ProcessSettings:
-        """The common part."""
-        ...
+    def process(self) -> ProcessSettings: ...
 
 
 SettingsT = TypeVar("SettingsT", bound=HasProcessSettings)
@@ -75,7 +73,6 @@ class StopFlag:
         os.eventfd_write(self.fd, 1)
 
     def is_set(self) -> bool:
-        """Whether the process has been asked to stop."""
         return self._event.is_set()
 
     def wait(self, timeout: float) -> bool:

@@ -26,7 +26,6 @@ class BadMessage(ValueError):
 
 
 def encode_header(message: Message) -> bytes:
-    """The header frame of a message."""
     return _encoder.encode(message)
 
 

@@ -95,7 +95,6 @@ class CountingSocket:
         return int(self.socket.getsockopt(zmq.FD))
 
     def stats(self) -> SocketStats:
-        """Traffic so far."""
         return SocketStats(
             self._name,
             self._received,
@@ -180,7 +179,6 @@ class RouterSocket(CountingSocket):
         return self._send_frames([peer.encode(), encode_header(message), *frames])
 
     def forward(self, peer: ProcessName, received: Received) -> bool:
-        """Send a received message on as it came."""
         return self._send_frames([peer.encode(), received.header, *received.frames])
 
     def drain(self, limit: int = 1000) -> Iterator[Received]:

@@ -152,7 +152,6 @@ class StepPlan:
 
     @property
     def is_prompt(self) -> bool:
-        """Whether this is a prompt step."""
         return bool(self.prompts)
 
     def written_pages(self) -> IndexArray:

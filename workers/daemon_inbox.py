@@ -24,7 +24,6 @@ class DaemonInbox:
         self._commands: deque[CacheCommand] = deque(maxlen=MAX_COMMANDS)
 
     def notice(self, received: Received) -> None:
-        """Take a message of the daemon."""
         match received.message:
             case PeerLost(name) if name == ROUTER_NAME:
                 self.router_lost.set()

@@ -21,7 +21,6 @@ class PrefixDemand:
         self._waiting.update(keys)
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Undo one `add`."""
         for key in keys:
             if self._waiting[key] > 1:
                 self._waiting[key] -= 1

@@ -57,7 +57,6 @@ class PrefixTelemetry:
         }
 
     def update(self, stats: CacheStats, copies: Mapping[Direction, TransferCounts]) -> None:
-        """Bring everything up to date."""
         self._update_gauges(stats)
         counts = stats.counts
         self._queried_tokens.value = counts.queried_tokens

@@ -71,7 +71,6 @@ class WorkerTelemetry:
         self._slots_total.set(info.max_num_seqs)
 
     def update(self, scheduler: Scheduler) -> None:
-        """Copy the scheduler's state into the metrics."""
         self._running.set(scheduler.num_running)
         self._waiting.set(scheduler.num_waiting)
         self._running_queue.set(scheduler.num_running)
@@ -95,7 +94,6 @@ class WorkerTelemetry:
             self._device_memory.set(device_bytes())
 
     def observe_step(self, is_prompt: bool, seconds: float) -> None:
-        """One step was collected."""
         (self._prompt_seconds if is_prompt else self._decode_seconds).observe(seconds)
 
 

@@ -40,7 +40,6 @@ class ModelDirVariable:
     """The other variable that names the model; DEEPINFER_MODEL goes before it."""
 
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        """Set --model where nothing has set it yet."""
         argument, value = arguments.get("--model", None), os.environ.get(MODEL_DIR_VARIABLE)
         if argument is not None and not argument.tokens and value is not None:
             argument.append(Token(keyword=MODEL_DIR_VARIABLE, value=value, source="env"))

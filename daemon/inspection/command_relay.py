@@ -87,7 +87,6 @@ class CommandRelay:
         self._finish(serial)
 
     def done(self, peer: ProcessName, serial: int, frames: Sequence[zmq.Frame]) -> None:
-        """A process has carried out a command."""
         work = self._under_way.get(serial)
         pid = None if work is None else work.missing.pop(peer, None)
         if work is None or pid is None:
@@ -101,7 +100,6 @@ class CommandRelay:
         self._finish(serial)
 
     def give_up(self, now: float) -> None:
-        """Answer for what has taken too long."""
         for serial, work in list(self._under_way.items()):
             if now < work.deadline:
                 continue
@@ -113,7 +111,6 @@ class CommandRelay:
     def _check(
         self, command: ProcessCommand, living: Mapping[ProcessName, int]
     ) -> Mapping[ProcessName, int]:
-        """Which children have to be told."""
         if isinstance(command, SetLogLevel) and command.level not in LEVELS:
             raise CommandError(f"There is no level {command.level!r}: {', '.join(LEVELS)}")
         if len(self._under_way) >= MAX_COMMANDS:

@@ -49,13 +49,9 @@ class ControlHandler(Protocol):
         """Why this process is not expected here, or None."""
         ...
 
-    def welcomed(self, name: ProcessName) -> None:
-        """A process has joined."""
-        ...
+    def welcomed(self, name: ProcessName) -> None: ...
 
-    def state_changed(self, name: ProcessName, message: StateChanged) -> None:
-        """A process says what it is doing."""
-        ...
+    def state_changed(self, name: ProcessName, message: StateChanged) -> None: ...
 
     def status_held(self, name: ProcessName, serial: int) -> None:
         """A frontend acts on the `InstanceStatus` with this serial."""
@@ -65,9 +61,7 @@ class ControlHandler(Protocol):
         """A process ends for a reason that a restart would not cure."""
         ...
 
-    def snapshot(self, snapshot: Snapshot) -> None:
-        """A process's telemetry."""
-        ...
+    def snapshot(self, snapshot: Snapshot) -> None: ...
 
     def answer(self, what: str) -> bytes:
         """The answer to a question.
@@ -77,13 +71,9 @@ class ControlHandler(Protocol):
         """
         ...
 
-    def living(self) -> Mapping[ProcessName, int]:
-        """The pid of every child that is alive."""
-        ...
+    def living(self) -> Mapping[ProcessName, int]: ...
 
-    def stop_requested(self, drain_timeout: float | None) -> None:
-        """Somebody wants the instance to stop."""
-        ...
+    def stop_requested(self, drain_timeout: float | None) -> None: ...
 
 
 class ControlServer:
@@ -98,12 +88,10 @@ class ControlServer:
         self._telemetry = SubscriberSocket(context, endpoints.telemetry, TELEMETRY_QUEUE)
 
     def register(self, poller: zmq.Poller) -> None:
-        """Wake the poller when something comes in."""
         poller.register(self._control.socket, zmq.POLLIN)
         poller.register(self._telemetry.socket, zmq.POLLIN)
 
     def handle_incoming(self, handler: ControlHandler) -> None:
-        """Handle all that is there now."""
         try:
             for received in self._control.drain():
                 self._handle(received, handler)
@@ -117,7 +105,6 @@ class ControlServer:
         return self._control.send(peer, message)
 
     def socket_stats(self) -> list[SocketStats]:
-        """Traffic of both sockets."""
         return [self._control.stats(), self._telemetry.stats()]
 
     def close(self) -> None:

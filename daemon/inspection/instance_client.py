@@ -37,7 +37,6 @@ class InstanceClient(ABC):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close."""
         self.close()
 
     @abstractmethod
@@ -56,7 +55,6 @@ class InstanceClient(ABC):
         return pid
 
     def _other_version(self) -> DeepInferError:
-        """For a message that cannot be understood."""
         return DeepInferError(
             f"Instance {self._instance!r} speaks another version of the protocol: "
             "use the command line that it was started with."

@@ -43,7 +43,6 @@ def answer(what: str, view: InstanceView, exporter: MetricsExporter) -> bytes:
 
 
 def status(view: InstanceView, exporter: MetricsExporter) -> StatusReport:
-    """Does the instance serve, and what does it do?"""
     totals = exporter.totals(view)
     workers = [child for child in view.children.values() if child.spec.role == "worker"]
     return StatusReport(
@@ -68,7 +67,6 @@ def status(view: InstanceView, exporter: MetricsExporter) -> StatusReport:
 
 
 def processes(view: InstanceView, exporter: MetricsExporter) -> list[ProcessRow]:
-    """The daemon and all its children."""
     usage = exporter.usage
     rows = [_daemon_row(view, usage)]
     rows += [_process_row(child, view.now, usage) for child in view.children.values()]
@@ -77,7 +75,6 @@ def processes(view: InstanceView, exporter: MetricsExporter) -> list[ProcessRow]
 
 
 def requests(view: InstanceView, _: MetricsExporter) -> list[RequestReport]:
-    """The oldest live requests, oldest first."""
     return [
         _request_report(row, view.now)
         for snapshot in _snapshots(view, "router")
@@ -130,7 +127,6 @@ def cache(view: InstanceView, exporter: MetricsExporter) -> list[CacheRow]:
 
 
 def sockets(view: InstanceView, _: MetricsExporter) -> list[SocketRow]:
-    """Traffic of all sockets."""
     processes = [(DAEMON_NAME, view.sockets)]
     processes += [(snapshot.name, snapshot.sockets) for snapshot in _snapshots(view)]
     return [
@@ -149,7 +145,6 @@ def sockets(view: InstanceView, _: MetricsExporter) -> list[SocketRow]:
 
 
 def state(view: InstanceView, exporter: MetricsExporter) -> StateReport:
-    """Everything but the metrics."""
     return StateReport(
         status=status(view, exporter),
         processes=processes(view, exporter),

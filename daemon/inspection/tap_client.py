@@ -155,7 +155,6 @@ class TapClient(InstanceClient):
 
 
 def _plain(value: object) -> object:
-    """Structs as objects with the names of their fields."""
     if isinstance(value, msgspec.Struct):
         return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, list | tuple):

@@ -54,7 +54,6 @@ class FrontendStatus:
         self._told[name] = _Told()
 
     def held(self, name: ProcessName, serial: int) -> None:
-        """A frontend acts on the status with this serial."""
         told = self._told.get(name)
         if told is not None:
             told.held = serial

@@ -198,7 +198,6 @@ class Instance:
     # ---- state --------------------------------------------------------------------------------------
 
     def _current_state(self) -> tuple[InstanceState, str]:
-        """What the frontends have to know."""
         if self._stop is not None:
             return "draining", "the instance is stopping"
         missing = [c for c in self._supervisor.children.values() if not c.ready]
@@ -253,7 +252,6 @@ class Instance:
     # ---- what the control server calls --------------------------------------------------------------
 
     def knows(self, hello: Hello) -> str | None:
-        """Only our own children may join."""
         child = self._supervisor.children.get(hello.name)
         if child is None or child.process is None or child.process.pid != hello.pid:
             return f"process {hello.pid} is not {hello.name} of this instance"
@@ -272,7 +270,6 @@ class Instance:
                     self._server.send(name, PeerLost(other.name, comes_back=False))
 
     def state_changed(self, name: ProcessName, message: StateChanged) -> None:
-        """A child says what it is doing."""
         child = self._supervisor.children.get(name)
         if child is None:
             return
@@ -289,7 +286,6 @@ class Instance:
         self._frontend_status.held(name, serial)
 
     def fatal_error(self, name: ProcessName, reason: str) -> None:
-        """A child ends for good."""
         child = self._supervisor.children.get(name)
         if child is not None:
             child.fatal = reason
@@ -308,21 +304,17 @@ class Instance:
             self._stop.idle_snapshots += 0 if snapshot.requests else 1
 
     def answer(self, what: str) -> bytes:
-        """Answer a question."""
         return answer(what, self.view(), self._exporter)
 
     def living(self) -> dict[ProcessName, int]:
-        """The pid of every child that is alive."""
         children = self._supervisor.children.values()
         return {c.name: c.process.pid for c in children if c.process is not None}
 
     def stop_requested(self, drain_timeout: float | None) -> None:
-        """`deepinfer stop`."""
         default = self._plan.config.drain_timeout
         self._begin_stop(time.monotonic(), default if drain_timeout is None else drain_timeout)
 
     def view(self) -> InstanceView:
-        """What may be told of this instance."""
         state, reason = self._known_state()
         return InstanceView(
             instance=self._plan.config.instance,

@@ -47,7 +47,6 @@ class InstancePlan:
 
     @property
     def config_hash(self) -> str:
-        """Equal in all processes of one instance."""
         text = msgspec.json.encode(
             (asdict(self.config), str(self.model_dir), self.accelerator), enc_hook=str
         )
@@ -55,7 +54,6 @@ class InstancePlan:
 
 
 def make_plan(config: InstanceConfig, model_dir: Path, run_dir: Path, pid: int) -> InstancePlan:
-    """Resolve what the configuration leaves open."""
     accelerator = config.accelerator or detect_accelerator()
     if config.engine == "fake":
         accelerator = "cpu"

@@ -46,7 +46,6 @@ class MetricsExporter:
         self._ended.add(snapshot)
 
     def totals(self, view: InstanceView) -> Totals:
-        """All that living and dead processes have counted."""
         totals = self._ended.copy()
         for child in view.children.values():
             if child.last_snapshot is not None:
@@ -55,7 +54,6 @@ class MetricsExporter:
         return totals
 
     def render(self, view: InstanceView) -> bytes:
-        """The exposition in Prometheus' text format."""
         families = _Families()
         totals = self.totals(view)
         for (name, labels), value in totals.counters.items():
@@ -83,7 +81,6 @@ class MetricsExporter:
 
 
 def living_pids(view: InstanceView) -> set[int]:
-    """Pids of the daemon and of its children."""
     children = (child.process for child in view.children.values())
     return {view.pid, *(process.pid for process in children if process is not None)}
 
@@ -139,12 +136,10 @@ class _Families:
         self._labels: dict[str, tuple[Kind, int]] = {}
 
     def __iter__(self) -> Iterator[Family]:
-        """The families by name."""
         families: dict[str, Family] = {**self._counters, **self._gauges, **self._histograms}
         return (families[name] for name in sorted(families))
 
     def add_counter(self, name: str, labels: Labels, value: float) -> None:
-        """One series of a counter."""
         metric = self._describe(name, "counter", labels)
         if metric is None:
             return
@@ -155,7 +150,6 @@ class _Families:
         self._counters[name].add_metric(labels, value)
 
     def add_gauge(self, name: str, labels: Labels, value: float) -> None:
-        """One series of a gauge."""
         metric = self._describe(name, "gauge", labels)
         if metric is None:
             return
@@ -164,7 +158,6 @@ class _Families:
         self._gauges[name].add_metric(labels, value)
 
     def add_histogram(self, name: str, labels: Labels, value: HistogramValue) -> None:
-        """One series of a histogram."""
         metric = self._describe(name, "histogram", labels)
         if metric is None:
             return

@@ -32,7 +32,6 @@ class Totals:
         self.histograms: dict[Key, HistogramValue] = {}
 
     def copy(self) -> Totals:
-        """An independent copy."""
         other = Totals()
         other.counters = dict(self.counters)
         other.histograms = dict(self.histograms)

@@ -28,7 +28,6 @@ class Admission:
         self.num_waiting = 0
 
     def drain(self) -> None:
-        """Let nobody in from now on."""
         self._is_draining = True
 
     def count(self, request: Request, prompts: int = 0, waiting: int = 0) -> None:

@@ -67,7 +67,6 @@ class RouterCore:
         return self._take()
 
     def worker_ready(self, peer: ProcessName, ready: WorkerReady) -> list[Outgoing]:
-        """A worker takes sequences from now on."""
         self._roster.worker_ready(peer, ready)
         self._tell_model()
         for request in self._in_stage("queued"):
@@ -119,7 +118,6 @@ class RouterCore:
     def submit(
         self, peer: ProcessName, message: Submit, frame: Payload, now: float
     ) -> list[Outgoing]:
-        """A new request to run."""
         request = Request(
             request_id=message.request_id,
             frontend=peer,
@@ -195,7 +193,6 @@ class RouterCore:
         return self._take()
 
     def throttle(self, message: Throttle) -> list[Outgoing]:
-        """A choice shall pause or go on."""
         request = self._requests.get(message.request_id)
         if request is not None and 0 <= message.index < len(request.choices):
             # Noted as well: where it goes on after a loss it must pause again.
@@ -205,7 +202,6 @@ class RouterCore:
         return self._take()
 
     def drain(self) -> None:
-        """Refuse new requests from now on."""
         self._admission.drain()
 
     # ---- from tokenizers -----------------------------------------------------------------------------
@@ -213,7 +209,6 @@ class RouterCore:
     def encoded(
         self, peer: ProcessName, message: Encoded, frame: Payload, now: float
     ) -> list[Outgoing]:
-        """A prompt's token ids."""
         request = self._left_tokenizer(peer, message.request_id)
         if request is not None:
             self._metrics.render_seconds.observe(message.render_seconds)
@@ -222,7 +217,6 @@ class RouterCore:
         return self._take()
 
     def encoding_failed(self, peer: ProcessName, message: RequestFailed) -> list[Outgoing]:
-        """A prompt that cannot be rendered or encoded."""
         request = self._left_tokenizer(peer, message.request_id)
         if request is not None:
             self._send(request.frontend, message)
@@ -260,7 +254,6 @@ class RouterCore:
     def tokens(
         self, peer: ProcessName, batch: TokenBatch, received: Received, now: float
     ) -> list[Outgoing]:
-        """One step's tokens for one frontend."""
         rank = self._roster.ranks.get(peer, NO_RANK)
         if rank == NO_RANK:
             return []  # a worker that has been given up: its requests run elsewhere
@@ -304,7 +297,6 @@ class RouterCore:
         return self._take()
 
     def sequence_failed(self, peer: ProcessName, message: SequenceFailed) -> list[Outgoing]:
-        """A worker cannot go on with a request."""
         request = self._requests.get(message.request_id)
         # A worker that has been given up may still speak of a request that runs elsewhere by now.
         if request is not None and request.rank == self._roster.ranks.get(peer):
@@ -347,7 +339,6 @@ class RouterCore:
         return self._admission.num_waiting
 
     def rows(self) -> list[RequestRow]:
-        """The oldest live requests."""
         return [request.row() for request in list(self._requests.values())[:MAX_ROWS]]
 
     def _enter(self, request: Request, stage: Stage, now: float) -> None:

@@ -55,7 +55,6 @@ class RouterMetrics:
         gauge.set(count)
 
     def update(self, requests: Iterable[Request]) -> None:
-        """Count the live requests by stage."""
         counts = CountOf(request.stage for request in requests)
         for stage, gauge in self._stages.items():
             gauge.set(counts[stage])

@@ -31,7 +31,6 @@ class Outgoing:
 
     @property
     def header(self) -> Message:
-        """The message, whoever made it."""
         if self.forward is not None:
             return self.forward.message
         assert self.message is not None
@@ -48,9 +47,7 @@ class SendingSocket(Protocol):
         """Send to a peer; False if it is not connected or does not read."""
         ...
 
-    def forward(self, peer: ProcessName, received: Received) -> bool:
-        """Send a received message on as it came."""
-        ...
+    def forward(self, peer: ProcessName, received: Received) -> bool: ...
 
 
 class Outbox:
@@ -62,7 +59,6 @@ class Outbox:
 
     @property
     def num_kept(self) -> int:
-        """Messages that wait."""
         return sum(len(items) for peer in self._kept.values() for items in peer.values())
 
     def send(self, item: Outgoing) -> Fate:
@@ -91,7 +87,6 @@ class Outbox:
                 log.info("%s takes messages again", peer)
 
     def forget(self, peer: ProcessName) -> None:
-        """A peer is gone."""
         self._kept.pop(peer, None)
 
     def _sent(self, item: Outgoing) -> bool:

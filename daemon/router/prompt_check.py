@@ -21,7 +21,6 @@ class PromptProblem:
 
 
 def longest(model: ModelInfo) -> int:
-    """Tokens that prompt and answer may have together."""
     return min(model.max_model_len, model.pool_tokens)
 
 

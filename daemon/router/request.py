@@ -77,11 +77,9 @@ class Request:
 
     @property
     def open_choices(self) -> int:
-        """Choices still to be finished."""
         return sum(not choice.done for choice in self.choices)
 
     def stage_times(self, finished: float = 0.0) -> StageTimes:
-        """Time of entry into each stage."""
         return StageTimes(
             self.received_at, self.tokenizing_at, self.queued_at, self.running_at, finished
         )
@@ -110,7 +108,6 @@ class Request:
         )
 
     def row(self) -> RequestRow:
-        """For `inspect requests`."""
         return RequestRow(
             request_id=self.request_id,
             stage=self.stage,

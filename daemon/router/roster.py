@@ -66,7 +66,6 @@ class Roster:
         return self.model != before
 
     def note_loss(self, name: ProcessName, comes_back: bool) -> None:
-        """Whether the daemon starts another process of this name."""
         self._futile_starts[name] += 1
         if not comes_back:
             self._given_up.add(name)

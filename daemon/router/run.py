@@ -192,12 +192,10 @@ class _Telemetry:
         return [socket.stats() for socket in self._sockets]
 
     def request_rows(self) -> list[RequestRow]:
-        """Live requests."""
         return self._core.rows()
 
 
 def main() -> int:
-    """Route until SIGTERM. Returns the exit code."""
     settings, stop = enter_process(RouterSettings)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     metrics = MetricSet()

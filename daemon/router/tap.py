@@ -47,7 +47,6 @@ class Tap(CountingSocket):
         return bool(self._open)
 
     def listen(self) -> None:
-        """Take note of who has come and gone."""
         while True:
             frames = self._receive_frames()
             if frames is None:
@@ -67,14 +66,12 @@ class Tap(CountingSocket):
         self.socket.close(linger=0)
 
     def saw_incoming(self, received: Received) -> None:
-        """A message came to the router."""
         message, frames = received.message, received.frames
         self._publish(received.peer, ROUTER_NAME, message, received.header, frames)
 
     def saw_outgoing(
         self, receiver: ProcessName, message: Message, frames: Sequence[Payload]
     ) -> None:
-        """The router sent a message."""
         self._publish(ROUTER_NAME, receiver, message, encode_header(message), frames)
 
     def _publish(

@@ -57,12 +57,10 @@ class Child:
 
     @property
     def name(self) -> ProcessName:
-        """Name of the process."""
         return self.spec.name
 
     @property
     def has_served(self) -> bool:
-        """Whether it has been ready since its start."""
         return self.served_from is not None
 
     @property
@@ -72,7 +70,6 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether there is a process now."""
         return self.process is not None
 
     @property
@@ -82,7 +79,6 @@ class Child:
 
     @property
     def ready(self) -> bool:
-        """Whether it takes part in serving."""
         return self.alive and self.state == "ready" and not self.silent
 
 
@@ -169,7 +165,6 @@ class Supervisor:
             self._record()
 
     def next_restart(self) -> float | None:
-        """When the next restart is due."""
         times = [c.restart_at for c in self.children.values() if c.restart_at is not None]
         return min(times, default=None)
 
@@ -182,7 +177,6 @@ class Supervisor:
                 child.process.signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End what is left of the group, at once."""
         self._stopping = True
         if self._process_group and self.num_alive:
             with contextlib.suppress(ProcessLookupError):
@@ -217,7 +211,6 @@ class Supervisor:
         return sum(child.alive for child in self.children.values())
 
     def by_role(self, role: str) -> list[Child]:
-        """All children of a role."""
         return [child for child in self.children.values() if child.spec.role == role]
 
     def _start(self, child: Child) -> None:

@@ -40,5 +40,4 @@ def detect_accelerator() -> Accelerator:
 
 
 def usable_cores() -> int:
-    """CPU cores that this process may run on."""
     return len(os.sched_getaffinity(0))

@@ -60,6 +60,5 @@ class ProcessUsage:
         return Usage(rss_bytes, cpu_seconds, sample.cpu_percent)
 
     def keep(self, pids: set[int]) -> None:
-        """Forget all other processes."""
         for pid in self._samples.keys() - pids:
             del self._samples[pid]

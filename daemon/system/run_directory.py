@@ -242,7 +242,6 @@ def _take_lock(path: Path, instance: str) -> int:
 
 
 def already_running(path: Path, instance: str) -> str:
-    """The sentence for a second start."""
     pid, name = _read_pid(path), instance_name(path, instance)
     process = f" (process {pid})" if pid else ""
     other = "--instance NAME" if _is_default(path, name) else "another --run-dir"
@@ -253,7 +252,6 @@ def already_running(path: Path, instance: str) -> str:
 
 
 def not_running(path: Path, instance: str) -> str:
-    """The sentence for a question to nobody."""
     place = "" if _is_default(path, instance) else f" in {path}"
     log = path / LOG_FILE
     return (

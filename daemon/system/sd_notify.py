@@ -27,19 +27,15 @@ class ServiceManager:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
 
     def ready(self) -> None:
-        """The instance serves."""
         self._tell("READY=1")
 
     def status(self, text: str) -> None:
-        """One line on what happens now."""
         self._tell("STATUS=" + text.replace("\n", " "))
 
     def stopping(self) -> None:
-        """The instance has begun to stop."""
         self._tell("STOPPING=1")
 
     def watchdog(self) -> None:
-        """The instance makes progress."""
         self._tell("WATCHDOG=1")
 
     def extend_timeout(self, seconds: float) -> None:

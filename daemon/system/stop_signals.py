@@ -27,7 +27,6 @@ class StopSignals:
         }
 
     def take(self) -> bool:
-        """Whether signals have come since the last call."""
         with contextlib.suppress(BlockingIOError):
             return os.eventfd_read(self.fd) > 0
         return False
@@ -48,7 +47,6 @@ class StopSignals:
             self._interrupts = False
 
     def close(self) -> None:
-        """Put the former handlers back."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         os.close(self.fd)

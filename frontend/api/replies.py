@@ -31,7 +31,6 @@ class WholeReply:
         self._done = asyncio.Event()
 
     def on_token(self, number: int, text: str, logprob: TokenLogprob | None) -> None:
-        """Keep the text."""
         choice = self._choices[number]
         if logprob is not None:
             choice.logprobs.append(logprob)
@@ -47,13 +46,11 @@ class WholeReply:
             self._done.set()
 
     def on_failure(self, error: ApiError) -> None:
-        """The whole answer is an error."""
         self._error = self._error or error
         self._job.give_up()
         self._done.set()
 
     def leave(self) -> None:
-        """The client is gone."""
         self._job.cancel("client")
         self._done.set()
 
@@ -138,7 +135,6 @@ class StreamedReply:
         self._has_begun = True
 
     def leave(self) -> None:
-        """The client is gone."""
         self._job.cancel("client")
         self._buffer.end()
 

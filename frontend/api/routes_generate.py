@@ -64,7 +64,6 @@ class _GenerateEndpoint(ABC):
     def _format(self, head: ReplyHead, request: GenerationRequest) -> ReplyFormat: ...
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         services = self._services
         body, limits = await read_object(scope, receive, services)
         request = self._read(body, limits)

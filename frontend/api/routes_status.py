@@ -17,7 +17,6 @@ class Health:
     """`GET /health`: this process is alive."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         await send_bytes(send, 200, b'{"status":"ok"}')
 
 
@@ -28,7 +27,6 @@ class Ready:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         readiness = self._services.gate.readiness()
         headers = []
         if not readiness.ready:
@@ -58,7 +56,6 @@ class Models:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         answer = {"object": "list", "data": [_describe(self._services)]}
         await send_bytes(send, 200, msgspec.json.encode(answer))
 
@@ -70,7 +67,6 @@ class ModelEndpoint:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         served = self._services.settings.model_name
         if scope["path_params"]["model"] != served:
             raise ApiError(
@@ -91,7 +87,6 @@ class DaemonAnswer:
         self._content_type = content_type
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         body = await self._services.ask_daemon(Query(self._what))
         await send_bytes(send, 200, body, self._content_type)
 

@@ -20,7 +20,6 @@ class Tokenize:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         body, limits = await read_object(scope, receive, self._services)
         prompt = read_tokenize(body, limits)
         ids = await self._services.router.encode(RequestId(call_of(scope).id), prompt)
@@ -35,7 +34,6 @@ class Detokenize:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         body, limits = await read_object(scope, receive, self._services)
         text = self._services.texts.decode(read_detokenize(body, limits))
         await send_bytes(send, 200, msgspec.json.encode({"prompt": text, "content": text}))

@@ -24,17 +24,11 @@ from transport.messages.generate import (
 class RouterCommands(Protocol):
     """What a generation asks of the router."""
 
-    def cancel(self, request_id: RequestId, index: int, cause: CancelCause) -> None:
-        """Stop one choice, or all."""
-        ...
+    def cancel(self, request_id: RequestId, index: int, cause: CancelCause) -> None: ...
 
-    def throttle(self, request_id: RequestId, index: int, paused: bool) -> None:
-        """Pause or resume a choice."""
-        ...
+    def throttle(self, request_id: RequestId, index: int, paused: bool) -> None: ...
 
-    def forget(self, request_id: RequestId) -> None:
-        """Nothing more is wanted of this request."""
-        ...
+    def forget(self, request_id: RequestId) -> None: ...
 
 
 class Listener(Protocol):
@@ -44,9 +38,7 @@ class Listener(Protocol):
         """A token came; `text` may be empty, `logprob` is there where asked for."""
         ...
 
-    def on_finish(self, number: int, reason: str) -> None:
-        """A choice ended."""
-        ...
+    def on_finish(self, number: int, reason: str) -> None: ...
 
     def on_failure(self, error: ApiError) -> None:
         """A prompt failed; nothing more comes of it."""
@@ -86,7 +78,6 @@ class Generation:
 
     @property
     def finished(self) -> bool:
-        """Whether every choice has ended, or the prompt failed."""
         return self._open == 0
 
     def on_started(self, cached_tokens: int, prompt_tokens: int) -> None:
@@ -164,7 +155,6 @@ class Generation:
         self.closed.set()
 
     def throttle(self, paused: bool) -> None:
-        """Pause or resume the choices that still run."""
         for index, choice in enumerate(self.choices):
             if choice.finish_reason is None and self._open:
                 self._router.throttle(self.request_id, index, paused)

@@ -58,12 +58,10 @@ class Job:
 
     @property
     def choices(self) -> int:
-        """How many choices the client gets."""
         return len(self.request.prompts) * self.request.common.n
 
     @property
     def finished(self) -> bool:
-        """Whether every choice has ended."""
         return all(generation.finished for generation in self.generations)
 
     @property
@@ -113,7 +111,6 @@ class Job:
         )
 
     def usage(self) -> Usage:
-        """Token counts so far."""
         return Usage(
             prompt=sum(generation.prompt_tokens for generation in self.generations),
             cached=sum(generation.cached_tokens for generation in self.generations),
@@ -125,12 +122,10 @@ class Job:
         )
 
     def choice_finished(self, reason: str) -> None:
-        """Count the end of a choice."""
         self.finish_reasons.append(reason)
         self._metrics.finished(reason)
 
     def throttle(self, paused: bool) -> None:
-        """Pause or resume all choices that still run."""
         for generation in self.generations:
             generation.throttle(paused)
 

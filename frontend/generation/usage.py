@@ -15,7 +15,6 @@ class Usage(msgspec.Struct, frozen=True):
     completion: int
 
     def as_json(self) -> JsonObject:
-        """The `usage` object."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,

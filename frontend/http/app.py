@@ -38,9 +38,7 @@ log = logging.getLogger(__name__)
 class Endpoint(Protocol):
     """An ASGI application for one route."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        ...
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
 
 def _routes(services: Services) -> list[Route]:
@@ -72,7 +70,6 @@ class FrontendApp:
         self._router = Router(routes, redirect_slashes=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] != "http":
             return
         call = Call(scope)

@@ -56,5 +56,4 @@ class Call:
 
 
 def call_of(scope: Scope) -> Call:
-    """The call that the middleware made for this request."""
     return cast("Call", scope[_STATE_KEY])

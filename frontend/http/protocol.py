@@ -104,7 +104,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(self._head_too_large())
 
     def on_message_begin(self) -> None:
-        """A request begins."""
         super().on_message_begin()
         self._in_head = True
 
@@ -125,7 +124,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what cannot be parsed."""
         if self._head_fault is not None:
             self._refuse(self._head_fault)
         elif self._head_bytes > self.max_head_bytes:
@@ -205,7 +203,6 @@ class UnframedSender:
         self._is_unframed = False
 
     async def send(self, message: ASGISendEvent) -> None:
-        """ASGI's `send`."""
         if message["type"] == "http.response.start":
             names = {name.lower() for name, _ in message.get("headers", [])}
             self._is_unframed = b"content-length" not in names

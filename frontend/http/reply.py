@@ -25,7 +25,6 @@ async def send_bytes(
     content_type: bytes = JSON_TYPE,
     headers: Headers | None = None,
 ) -> None:
-    """Send an answer in one piece."""
     await _send_head(send, status, body, content_type, headers or [])
     await send({"type": "http.response.body", "body": body, "more_body": False})
 

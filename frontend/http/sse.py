@@ -48,5 +48,4 @@ class EventTemplate:
         self._head, self._tail = event(value).split(_ENCODED_MARK)
 
     def fill(self, text: str) -> bytes:
-        """The event with this string."""
         return self._head + json_text(text) + self._tail

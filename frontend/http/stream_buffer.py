@@ -43,11 +43,9 @@ class StreamBuffer:
 
     @property
     def is_drained(self) -> bool:
-        """Whether all has been taken and nothing more comes."""
         return self._is_ended and not self._chunks
 
     def append(self, data: bytes) -> None:
-        """Queue bytes."""
         self._chunks.append(data)
         self.size += len(data)
         waiter = self._waiter
@@ -60,7 +58,6 @@ class StreamBuffer:
             self._on_pressure(True)
 
     def end(self) -> None:
-        """Nothing more comes."""
         self._is_ended = True
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():

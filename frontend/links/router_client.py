@@ -70,12 +70,10 @@ class RouterClient:
         self._live[generation.request_id] = generation
 
     def cancel(self, request_id: RequestId, index: int, cause: CancelCause) -> None:
-        """Stop one choice, or all."""
         if request_id in self._live:
             self._send(Cancel(request_id, index, cause))
 
     def throttle(self, request_id: RequestId, index: int, paused: bool) -> None:
-        """Pause or resume a choice."""
         if request_id in self._live:
             self._send(Throttle(request_id, index, paused))
 
@@ -120,7 +118,6 @@ class RouterClient:
     # ---- in ----
 
     def handle(self, received: Received) -> None:
-        """Take a message of the router."""
         match received.message:
             case TokenBatch() as batch:
                 self._on_tokens(batch, received.frames)

@@ -17,7 +17,6 @@ class Fields:
         self._path = path
 
     def path(self, name: str) -> str:
-        """The full name of a field."""
         return f"{self._path}.{name}" if self._path else name
 
     def refuse(self, name: str, wanted: str) -> ApiError:
@@ -34,7 +33,6 @@ class Fields:
         return self.values.get(name)
 
     def boolean(self, name: str, default: bool = False) -> bool:
-        """True or false."""
         value = self.values.get(name)
         if value is None:
             return default
@@ -53,7 +51,6 @@ class Fields:
         return value
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
-        """A number, low <= value <= high."""
         value = self.values.get(name)
         if value is None:
             return default
@@ -66,21 +63,18 @@ class Fields:
         return float(value)
 
     def string(self, name: str) -> str | None:
-        """A string."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, str):
             raise self.refuse(name, "a string")
         return value
 
     def mapping(self, name: str) -> JsonObject | None:
-        """A JSON object."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.refuse(name, "an object")
         return value
 
     def array(self, name: str) -> list[object] | None:
-        """A JSON array."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, list):
             raise self.refuse(name, "an array")

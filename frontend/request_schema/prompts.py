@@ -56,7 +56,6 @@ def chat_prompt(
 
 
 def text_prompt(text: str, add_special_tokens: bool, echo: bool = False) -> Prompt:
-    """A text to be encoded."""
     beginning = text[:AFFINITY_CHARACTERS].encode()
     return Prompt(
         "text", text.encode(), _digest(beginning), add_special_tokens, text if echo else None
@@ -64,7 +63,6 @@ def text_prompt(text: str, add_special_tokens: bool, echo: bool = False) -> Prom
 
 
 def token_prompt(ids: list[int], echo: bool = False) -> Prompt:
-    """Token ids to be taken as they are."""
     frame = token_frame(ids)
     return Prompt(
         "tokens",

@@ -102,7 +102,6 @@ class ControlTokens:
         raise PromptError("The messages contain too many private-use characters.", "messages")
 
     def unguard(self, rendered: str, sentinel: str) -> RenderedText:
-        """Take the sentinels out of a rendered prompt."""
         pieces = re.split(f"{sentinel}|{re.escape(_escaped(sentinel))}", rendered)
         text = "".join(pieces)
         plain: list[tuple[int, int]] = []

@@ -57,7 +57,6 @@ class Detokenizer:
             self._visible_pieces = {i: t for i, t in self._pieces.items() if i not in self._special}
 
     def decoder(self) -> IncrementalDecoder:
-        """A fresh decoder for one sequence."""
         if self._bytes is not None:
             return _ByteLevelDecoder(self._visible)
         if self._rules is not None:

@@ -49,7 +49,6 @@ def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def id_to_token(tokenizer: Tokenizer) -> dict[int, str]:
-    """The vocabulary by id, added tokens included."""
     tokens = {index: token for token, index in tokenizer.get_vocab(with_added_tokens=True).items()}
     # Two names may share an id; what the library answers for the id counts.
     added = tokenizer.get_added_tokens_decoder()

@@ -89,12 +89,10 @@ class PrefixIndex:
 
     @property
     def num_pages(self) -> int:
-        """Pages that can be found."""
         return len(self._page_at)
 
     @property
     def num_states(self) -> int:
-        """States that can be found."""
         return self._num_states
 
     @property
@@ -109,11 +107,9 @@ class PrefixIndex:
 
     @property
     def num_evictable_states(self) -> int:
-        """States that may be evicted."""
         return len(self._superseded_states) + len(self._needed_states)
 
     def page(self, key: bytes) -> int:
-        """Slot of a page, or NO_SLOT."""
         return self._page_at.get(key, NO_SLOT)
 
     def depth(self, page: int) -> int:
@@ -152,7 +148,6 @@ class PrefixIndex:
         self._file_page(page)
 
     def insert_state(self, page: int, state: int, stamp: int) -> None:
-        """Give a page that has none a state."""
         self._state_of[page] = state
         self._page_of[state] = page
         self._state_use[state] = stamp
@@ -198,7 +193,6 @@ class PrefixIndex:
         return sorted(free_pages), free_states
 
     def count_hit(self, pages: SlotArray) -> None:
-        """Count a hit on each of these pages."""
         self._page_hits[pages] += 1
 
     # ---- taking out ---------------------------------------------------------------------------

@@ -16,7 +16,6 @@ class LruQueue:
         return len(self._stamps)
 
     def put(self, item: int, stamp: int) -> None:
-        """Add the item, or change its stamp."""
         if self._stamps.get(item) == stamp:
             return
         self._stamps[item] = stamp
@@ -26,7 +25,6 @@ class LruQueue:
             heapq.heapify(self._heap)
 
     def discard(self, item: int) -> None:
-        """Take the item out, if it is in."""
         self._stamps.pop(item, None)
 
     def pop(self) -> int:
@@ -42,7 +40,6 @@ class LruQueue:
                 return item
 
     def clear(self) -> None:
-        """Take everything out."""
         self._stamps.clear()
         self._heap.clear()
 

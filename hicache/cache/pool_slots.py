@@ -51,19 +51,16 @@ class PoolSlots:
         return self._last_stamp
 
     def seconds_since(self, stamp: int) -> float:
-        """Age of a stamp."""
         return max(0, self._clock() - stamp) / 1e9
 
     # ---- how many -----------------------------------------------------------------------------
 
     @property
     def num_free_pages(self) -> int:
-        """Page slots that hold nothing."""
         return self._free_pages.num_free
 
     @property
     def num_free_states(self) -> int:
-        """State slots that hold nothing."""
         return self._free_states.num_free
 
     @property
@@ -155,7 +152,6 @@ class PoolSlots:
             self._pool.states.touch(np.array([prefix.state], np.int32), stamp)
 
     def unpin(self, prefix: PinnedPrefix) -> None:
-        """Undo one `pin`."""
         pages, states = self.index.unpin(prefix)
         self._free_pages.give_back(np.array(pages, np.int32))
         self._free_states.give_back(np.array(states, np.int32))

@@ -72,12 +72,10 @@ class PrefixCache:
 
     @property
     def page_tokens(self) -> int:
-        """Tokens a page."""
         return self._page_tokens
 
     @property
     def has_states(self) -> bool:
-        """Whether a hit needs a state at its end."""
         return self._has_states
 
     def keys(self, tokens: TokenArray, salt: str = "") -> PromptKeys:
@@ -101,11 +99,9 @@ class PrefixCache:
         return tuple(end * self._page_tokens for end in dict.fromkeys(ends) if end)
 
     def hit_keys(self, prompt: PromptKeys) -> tuple[bytes, ...]:
-        """Keys of the pages that a hit may cover."""
         return prompt.keys[: self._most_pages(prompt.num_tokens)]
 
     def _most_pages(self, num_tokens: int) -> int:
-        """The longest hit that a prompt may have."""
         return max(0, num_tokens - self._replay_tokens) // self._page_tokens
 
     # ---- loading ------------------------------------------------------------------------------
@@ -274,7 +270,6 @@ class PrefixCache:
     # ---- for people ---------------------------------------------------------------------------
 
     def stats(self) -> CacheStats:
-        """The cache now, O(pages)."""
         slots, oldest = self._slots, self._slots.index.oldest_use()
         self._counts.evicted_pages = slots.evicted_pages
         self._counts.evicted_states = slots.evicted_states
@@ -298,7 +293,6 @@ class PrefixCache:
         )
 
     def top_prefixes(self, limit: int) -> list[TopPrefix]:
-        """The prefixes with the highest length times hits, O(pages)."""
         return [
             TopPrefix(
                 num_tokens=use.pages * self._page_tokens,

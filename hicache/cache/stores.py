@@ -44,7 +44,6 @@ class Stores:
         page_tokens: int,
         max_pending_bytes: int,
     ) -> None:
-        """See `PrefixCache`. What happens is counted in `counts`."""
         self._slots = slots
         self._geometry = geometry
         self._has_states = geometry.state_bytes > 0
@@ -61,7 +60,6 @@ class Stores:
 
     @property
     def pending_bytes(self) -> int:
-        """Of all plans."""
         return self._pending_bytes
 
     def begin(self, keys: tuple[bytes, ...], ends: list[int]) -> StorePlan | None:
@@ -141,13 +139,11 @@ class Stores:
         return SkipReason.TOO_LONG if too_long else SkipReason.PAGES_PINNED
 
     def _has_state(self, key: bytes) -> bool:
-        """Whether the prefix has a state, or will have."""
         page = self._slots.index.page(key)
         stored = page != NO_SLOT and self._slots.index.state(page) != NO_SLOT
         return stored or key in self._storing_states
 
     def commit(self, plan: StorePlan) -> None:
-        """See `PrefixCache.commit`."""
         self._end(plan)
         num_pages, states = 0, []
         if plan.serial in self._flushed_plans:
@@ -166,7 +162,6 @@ class Stores:
         self._leave(plan, plan.page_slots[num_pages:], [s for s in plan.states if s not in states])
 
     def abandon(self, plan: StorePlan) -> None:
-        """See `PrefixCache.abandon`."""
         self._end(plan)
         self._skip(SkipReason.COPY_FAILED)
         self._leave(plan, plan.page_slots, plan.states)

@@ -64,11 +64,9 @@ class Done:
     """Seconds."""
 
     def done(self) -> bool:
-        """Yes."""
         return True
 
     def seconds(self) -> float:
-        """See `PendingCopy`."""
         return self.taken
 
 
@@ -91,8 +89,6 @@ class CpuRowCopier:
         self._device = device_rows[:, : host_rows.shape[1]]
 
     def upload(self, device_rows: IndexArray, host_rows: IndexArray) -> PendingCopy:
-        """See `RowCopier`."""
-
         def copy() -> None:
             for device, host, length in zip(*merge_runs(device_rows, host_rows), strict=True):
                 self._device[device : device + length] = self._host[host : host + length]
@@ -100,13 +96,10 @@ class CpuRowCopier:
         return copy_now(copy)
 
     def download(self, device_rows: IndexArray, host_rows: IndexArray) -> PendingCopy:
-        """See `RowCopier`."""
-
         def copy() -> None:
             for device, host, length in zip(*merge_runs(device_rows, host_rows), strict=True):
                 self._host[host : host + length] = self._device[device : device + length]
 
         return copy_now(copy)
 
-    def before_overwrite(self, device_rows: IndexArray) -> None:
-        """See `RowCopier`. Downloads are over."""
+    def before_overwrite(self, device_rows: IndexArray) -> None: ...

@@ -72,18 +72,15 @@ class PoolGeometry:
 
     @property
     def page_rows_offset(self) -> int:
-        """Where the page rows begin."""
         headers = (self.num_pages + self.num_states) * HEADER_DTYPE.itemsize
         return _aligned(_ALIGNMENT + headers)
 
     @property
     def state_rows_offset(self) -> int:
-        """Where the state rows begin."""
         return _aligned(self.page_rows_offset + self.num_pages * self.page_bytes)
 
     @property
     def total_bytes(self) -> int:
-        """Size of the segment."""
         return _aligned(self.state_rows_offset + self.num_states * self.state_bytes)
 
     def identity(self) -> bytes:

@@ -29,7 +29,6 @@ class RunAllocator:
 
     @property
     def num_free(self) -> int:
-        """How many are free."""
         return self._num_free
 
     def take(self, count: int) -> SlotArray:

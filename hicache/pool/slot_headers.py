@@ -58,15 +58,12 @@ class HeaderTable:
 
     @property
     def count(self) -> int:
-        """All slots."""
         return len(self._table)
 
     def clear(self) -> None:
-        """Make every slot free, as in a new pool."""
         self._table.view(np.uint8)[:] = 0
 
     def begin_write(self, slots: SlotArray) -> None:
-        """Say that the rows are about to change."""
         self._table["status"][slots] = WRITING
         self._table["generation"][slots] += 1
 
@@ -89,15 +86,12 @@ class HeaderTable:
         table["status"][slots] = VALID
 
     def invalidate(self, slots: SlotArray) -> None:
-        """Say that the slots are free."""
         self._table["status"][slots] = FREE
 
     def touch(self, slots: SlotArray, stamp: int) -> None:
-        """Note a use."""
         self._table["last_use"][slots] = stamp
 
     def slots_with_status(self, status: int) -> SlotArray:
-        """Slots that say so, ascending."""
         return np.flatnonzero(self._table["status"] == status).astype(np.int32)
 
     def damaged(self) -> SlotArray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import pkgutil
 import re
 import typing
 from dataclasses import MISSING, fields
@@ -16,6 +17,8 @@ from cyclopts import Parameter
 
 from daemon.configuration.config import InstanceConfig
 from transport import messages
+from transport.messages.any import AnyMessage
+from transport.messages.base import Message
 
 ROOT = Path(__file__).parents[2]
 DOC = ROOT / "doc"
@@ -44,7 +47,7 @@ def first_sentence(text: str | None) -> str:
 
 def message_table() -> str:
     rows = ["| message | fields | |", "|---|---|---|"]
-    for kind in typing.get_args(messages.AnyMessage):
+    for kind in typing.get_args(AnyMessage):
         names = ", ".join(f"`{field.name}`" for field in msgspec.structs.fields(kind))
         rows.append(f"| `{kind.__name__}` | {names} | {first_sentence(kind.__doc__)} |")
     return "\n".join(rows) + "\n"
@@ -73,10 +76,11 @@ def test_the_option_table_is_true():
 def test_every_message_is_in_the_union():
     defined = {
         kind
-        for _, kind in inspect.getmembers(messages, inspect.isclass)
-        if issubclass(kind, messages.Message) and kind is not messages.Message
+        for module in pkgutil.iter_modules(messages.__path__, f"{messages.__name__}.")
+        for _, kind in inspect.getmembers(importlib.import_module(module.name), inspect.isclass)
+        if issubclass(kind, Message) and kind is not Message
     }
-    assert defined == set(typing.get_args(messages.AnyMessage))
+    assert defined == set(typing.get_args(AnyMessage))
 
 
 @pytest.mark.parametrize(

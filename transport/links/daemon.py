@@ -91,11 +91,9 @@ class SocketTelemetry:
         self._sockets = sockets
 
     def socket_stats(self) -> list[SocketStats]:
-        """Traffic of the sockets given."""
         return [socket.stats() for socket in self._sockets]
 
     def request_rows(self) -> list[RequestRow]:
-        """None."""
         return []
 
 
@@ -170,7 +168,6 @@ class DaemonLink:
         self._post(message, *frames)
 
     def tick(self) -> None:
-        """The main loop has made a turn."""
         self._progress += 1
 
     def close(self) -> None:

@@ -29,7 +29,6 @@ class Counter:
         self.value = 0.0
 
     def add(self, amount: float = 1.0) -> None:
-        """Count `amount` more."""
         self.value += amount
 
 
@@ -42,7 +41,6 @@ class Gauge:
         self.value = 0.0
 
     def set(self, value: float) -> None:
-        """The value now."""
         self.value = value
 
 
@@ -57,7 +55,6 @@ class Histogram:
         self._total = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._total += value
 
@@ -67,7 +64,6 @@ class Histogram:
         self._total += value * times
 
     def read(self) -> HistogramValue:
-        """The cumulative state."""
         return HistogramValue(self._bounds, tuple(self._counts), self._total)
 
 
@@ -81,12 +77,10 @@ class QueueGauge:
         self._depth = self._high_water = 0
 
     def set(self, depth: int) -> None:
-        """The depth now."""
         self._depth = depth
         self._high_water = max(self._high_water, depth)
 
     def read(self) -> QueueStats:
-        """Depth, high-water mark and bound."""
         return QueueStats(self._name, self._depth, self._high_water, self._capacity)
 
 
@@ -117,7 +111,6 @@ class MetricSet:
         return found
 
     def queue(self, name: str, capacity: int) -> QueueGauge:
-        """The gauge of a bounded queue."""
         return self._queues.setdefault(name, QueueGauge(name, capacity))
 
     def read_counters(self) -> dict[str, list[tuple[Labels, float]]]:

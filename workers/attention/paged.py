@@ -210,7 +210,6 @@ class SegmentedStep:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """See `AttentionStep`."""
         key, value = self.pool.store(layer, self.write_pages, self.write_offsets, key, value)
         outputs = [
             self._attend_segment(layer, segment, query, key, value, options)
@@ -276,7 +275,6 @@ class DecodeStep:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """See `AttentionStep`."""
         self.pool.store(layer, self.write_pages, self.write_offsets, key, value)
         pages, allowed = self._gather_plan(options.window)
         group = max(1, self.gather_tokens // allowed.shape[1])

@@ -99,7 +99,6 @@ class FakeEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """What this engine offers."""
         return self._info
 
     def launch(self, plan: StepPlan) -> None:
@@ -128,7 +127,6 @@ class FakeEngine:
         return self._results.popleft()
 
     def cache_copies(self, pool: HostPool) -> FakeCopies:
-        """See `Engine.cache_copies`."""
         return FakeCopies(self._pool.view(np.uint8), self._rings, self._settings.window, pool)
 
     def close(self) -> None:
@@ -189,20 +187,16 @@ class FakeCopies:
         self._states = pool.state_rows
 
     def load_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
-        """See `CacheCopies`."""
         return self._pages.upload(pages, host_slots)
 
     def store_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
-        """See `CacheCopies`."""
         return self._pages.download(pages, host_slots)
 
     def load_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
-        """See `CacheCopies`."""
         self._rings[slot, self._places(position)] = self._states[host_slot].view(np.int32)
         return Done()
 
     def store_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
-        """See `CacheCopies`."""
         self._states[host_slot].view(np.int32)[:] = self._rings[slot, self._places(position)]
         return Done()
 

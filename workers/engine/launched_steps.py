@@ -29,7 +29,6 @@ class LaunchedStep:
     done: torch.cuda.Event | None
 
     def result(self) -> StepResult:
-        """What the scheduler gets. Only of a collected step."""
         return StepResult(
             step=self.number,
             tokens=self.sampled.tokens.numpy().astype(np.int32),
@@ -80,7 +79,6 @@ class LaunchedSteps:
         return step
 
     def clear(self) -> None:
-        """Forget all of them."""
         self._steps.clear()
 
 

@@ -82,7 +82,6 @@ class TorchEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """See `Engine.info`."""
         return self._info
 
     @property
@@ -123,11 +122,9 @@ class TorchEngine:
         return inputs.slots, sampled
 
     def collect(self) -> StepResult:
-        """See `Engine.collect`."""
         return self._launched.collect().result()
 
     def cache_copies(self, pool: HostPool) -> CacheCopies:
-        """See `Engine.cache_copies`."""
         rows = self.page_pool.rows
         if rows.device.type == "cpu":
             return PageCopies(CpuRowCopier(rows.numpy(), pool.page_rows))
@@ -140,7 +137,6 @@ class TorchEngine:
         return self._copies
 
     def close(self) -> None:
-        """See `Engine.close`."""
         if self._pinned is not None:
             torch.cuda.synchronize(self._device)
             self._pinned.close()
@@ -167,19 +163,15 @@ class PageCopies:
         self._copier.before_overwrite(plan.written_pages())
 
     def load_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
-        """See `CacheCopies`."""
         return self._copier.upload(pages, host_slots)
 
     def store_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
-        """See `CacheCopies`."""
         return self._copier.download(pages, host_slots)
 
     def load_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
-        """Never asked for."""
         raise EngineError("This model keeps no states.")
 
     def store_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
-        """Never asked for."""
         raise EngineError("This model keeps no states.")
 
 

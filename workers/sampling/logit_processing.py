@@ -42,7 +42,6 @@ class TokenCounts:
         self.seen = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
 
     def reset(self, slot: int) -> None:
-        """Forget the slot's former sequence."""
         self.generated[slot].zero_()
         self.seen[slot].zero_()
 

@@ -16,17 +16,14 @@ class IndexPool:
 
     @property
     def count(self) -> int:
-        """All indexes, free and used."""
         return self._count
 
     @property
     def num_free(self) -> int:
-        """How many are free."""
         return len(self._free)
 
     @property
     def num_used(self) -> int:
-        """How many are handed out."""
         return len(self._used)
 
     def take(self, count: int) -> list[int]:

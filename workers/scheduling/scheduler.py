@@ -121,12 +121,10 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that still have prompt to compute."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Sequences that decode."""
         return len(self._running)
 
     @property
@@ -136,22 +134,18 @@ class Scheduler:
 
     @property
     def pages_used(self) -> int:
-        """Pages that belong to a sequence."""
         return self._pages.num_used
 
     @property
     def num_pages(self) -> int:
-        """All pages."""
         return self._pages.count
 
     @property
     def slots_used(self) -> int:
-        """Slots that belong to a sequence."""
         return self._slots.num_used
 
     @property
     def max_tokens_of_one(self) -> int:
-        """Longest sequence that the pool can hold."""
         return self._pages.count * self._page_tokens
 
     # ---- coming and going -----------------------------------------------------------------------
@@ -187,7 +181,6 @@ class Scheduler:
         return dropped
 
     def cancel_all(self) -> None:
-        """Drop every sequence."""
         for sequence in list(self._sequences.values()):
             self._finish(sequence)
 

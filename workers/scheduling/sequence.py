@@ -101,7 +101,6 @@ class Sequence:
     """Tokens known here, collected ones only."""
 
     def __post_init__(self) -> None:
-        """Count the prompt."""
         self.num_tokens = len(self.prompt)
 
     @property
@@ -111,7 +110,6 @@ class Sequence:
 
     @property
     def may_decode(self) -> bool:
-        """Whether another decode step can be planned now."""
         return (
             not self.paused
             and self.num_tokens + self.in_flight - self.prompt_len < self.sampling.max_tokens

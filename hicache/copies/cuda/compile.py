@@ -40,7 +40,6 @@ def compile_kernel(core: ModuleType, source: str, architecture: str) -> bytes:
 
 
 def compiler_version() -> str:
-    """What `compile_kernel` uses."""
     nvrtc = import_package("cuda.bindings.nvrtc", "cuda-bindings")
     _, major, minor = nvrtc.nvrtcVersion()
     return f"nvrtc {major}.{minor}"
@@ -111,7 +110,6 @@ class CompiledCopyKernel:
     def launch(
         self, arguments: KernelArguments, pairs: PairArray, blocks: int, stream: CudaStream
     ) -> None:
-        """See `CopyKernel`."""
         assert isinstance(stream, torch.cuda.Stream)
         # Both ends of this small copy belong to torch's caching allocators: the pinned one is used
         # again when the copy is over, the device's one in the order of `stream`.

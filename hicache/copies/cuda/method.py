@@ -68,17 +68,13 @@ class CudaStream(Protocol):
         """The driver's handle; 0: the legacy default stream."""
         ...
 
-    def record_event(self) -> CudaEvent:
-        """The place behind all work given so far."""
-        ...
+    def record_event(self) -> CudaEvent: ...
 
     def wait_event(self, event: CudaEvent) -> None:
         """Work given from now on starts when `event` is passed."""
         ...
 
-    def synchronize(self) -> None:
-        """Wait until all work given so far is over."""
-        ...
+    def synchronize(self) -> None: ...
 
 
 @dataclass(frozen=True)

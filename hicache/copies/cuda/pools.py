@@ -49,7 +49,6 @@ class PinnedPool:
             )
 
     def close(self) -> None:
-        """Give the pages back to the operating system's care."""
         self._driver.cudaHostUnregister(self._address)
 
 
@@ -61,7 +60,6 @@ class SingleCopies:
         self._device = device_rows[:, : host_rows.shape[1]]
 
     def start(self, direction: Direction, runs: RowRuns, stream: CudaStream) -> None:
-        """See `CopyMethod`."""
         assert isinstance(stream, torch.cuda.Stream)
         # The engine's pool may have been made in inference mode, and then changes in it only.
         with torch.inference_mode(), torch.cuda.stream(stream):

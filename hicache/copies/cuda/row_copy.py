@@ -45,11 +45,9 @@ class TimedCopy:
     over: CudaEvent
 
     def done(self) -> bool:
-        """See `PendingCopy`."""
         return self.over.query()
 
     def seconds(self) -> float:
-        """See `PendingCopy`."""
         return self.begun.elapsed_time(self.over) / 1e3
 
 
@@ -74,7 +72,6 @@ class MethodChoice:
     row_bytes: int
 
     def pick(self, direction: Direction, runs: RowRuns) -> CopyMethod:
-        """The one for these runs, at least one."""
         mean_bytes = float(runs.length.mean()) * self.row_bytes
         return self.long_runs if mean_bytes >= BATCH_FROM_BYTES[direction] else self.short_runs
 
@@ -95,7 +92,6 @@ class CudaRowCopier:
         self._stores: deque[_Store] = deque()
 
     def upload(self, device_rows: IndexArray, host_rows: IndexArray) -> PendingCopy:
-        """See `RowCopier`."""
         if not len(device_rows):
             return Done()
         streams, engine = self._streams, self._streams.engine()
@@ -106,7 +102,6 @@ class CudaRowCopier:
         return copy
 
     def download(self, device_rows: IndexArray, host_rows: IndexArray) -> PendingCopy:
-        """See `RowCopier`."""
         if not len(device_rows):
             return Done()
         streams = self._streams
@@ -116,7 +111,6 @@ class CudaRowCopier:
         return copy
 
     def before_overwrite(self, device_rows: IndexArray) -> None:
-        """See `RowCopier`."""
         while self._stores and self._stores[0].over.query():
             self._stores.popleft()
         engine = self._streams.engine()

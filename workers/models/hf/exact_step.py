@@ -77,7 +77,6 @@ class ExactStep:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """See `AttentionStep`."""
         step = self.step
         step.pool.store(layer, step.write_pages, step.write_offsets, key, value)
         outputs = []

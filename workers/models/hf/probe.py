@@ -38,7 +38,6 @@ class _RecordingStep:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """See `AttentionStep`."""
         if layer in self.shapes:
             self.repeated.add(layer)
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2])

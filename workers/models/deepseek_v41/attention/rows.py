@@ -65,7 +65,6 @@ class Rows:
     """None outside the exact mode."""
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self.positions)
 
     def map(
@@ -74,7 +73,6 @@ class Rows:
         *inputs: Tensor,
         limit: int | None = None,
     ) -> tuple[Tensor, ...]:
-        """See `map_rows`."""
         return map_rows(function, inputs, self.tiles, limit)
 
 

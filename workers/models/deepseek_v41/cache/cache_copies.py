@@ -26,9 +26,7 @@ class StateOwner(Protocol):
     """The engine, as far as copies need it."""
 
     @property
-    def caches(self) -> ServingCaches:
-        """Its pools."""
-        ...
+    def caches(self) -> ServingCaches: ...
 
     def cut_state(self, slot: int, position: int) -> Tensor:
         """The stored form of the state of `slot` after `position` tokens: uint8 [stored_state_bytes]."""
@@ -64,16 +62,12 @@ class DeepseekV41Copies:
         self._pages.before_overwrite(plan.written_pages())
 
     def load_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
-        """See `CacheCopies`."""
         return self._pages.upload(pages, host_slots)
 
     def store_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
-        """See `CacheCopies`."""
         return self._pages.download(pages, host_slots)
 
     def load_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
-        """See `CacheCopies`."""
-
         def copy() -> None:
             stored = self._states[host_slot].to(self._device, non_blocking=True)
             self._engine.load_state(slot, stored, position)

@@ -179,7 +179,6 @@ class _Row:
         return offset
 
     def padded(self, multiple: int) -> int:
-        """Size of the whole row."""
         return -(-self._end // multiple) * multiple
 
 

@@ -33,9 +33,7 @@ class IndexFormat(Protocol):
 
     record_bytes: int
 
-    def rounded(self, vectors: Tensor) -> Tensor:
-        """Vectors as they would be read back."""
-        ...
+    def rounded(self, vectors: Tensor) -> Tensor: ...
 
     def encode_parts(self, keys: Tensor) -> list[tuple[int, Tensor]]:
         """Sections of a page: bytes per key, and uint8 [G, bytes] of keys [G,Di]."""
@@ -64,23 +62,18 @@ class PlainVectors:
         self.record_bytes = width * stored.itemsize
 
     def encode(self, vectors: Tensor) -> Tensor:
-        """See `VectorFormat`."""
         return vectors.to(self._stored).contiguous().view(torch.uint8)
 
     def decode(self, records: Tensor) -> Tensor:
-        """See `VectorFormat`."""
         return records.view(self._stored).to(self._compute)
 
     def rounded(self, vectors: Tensor) -> Tensor:
-        """See `IndexFormat`. Plain keys meet queries as they are."""
         return vectors
 
     def encode_parts(self, keys: Tensor) -> list[tuple[int, Tensor]]:
-        """See `IndexFormat`."""
         return [(self.record_bytes, self.encode(keys))]
 
     def decode_page(self, pages: Tensor, entries: int) -> Tensor:
-        """See `IndexFormat`."""
         return self.decode(torch.unflatten(pages, -1, (entries, self.record_bytes)))
 
 
@@ -94,24 +87,19 @@ class CompactVectors:
         self.record_bytes = record.record_bytes(width)
 
     def encode(self, vectors: Tensor) -> Tensor:
-        """See `VectorFormat`."""
         return self._record.encode(vectors)
 
     def decode(self, records: Tensor) -> Tensor:
-        """See `VectorFormat`."""
         return self._record.decode(records).to(self._compute)
 
     def rounded(self, vectors: Tensor) -> Tensor:
-        """See `IndexFormat`. The model was trained with queries rounded like the keys."""
         return self._record.rounded(vectors)
 
     def encode_parts(self, keys: Tensor) -> list[tuple[int, Tensor]]:
-        """See `IndexFormat`."""
         data, scales = self._record.quantize(keys)
         return [(data.shape[-1], data), (scales.shape[-1], scales)]
 
     def decode_page(self, pages: Tensor, entries: int) -> Tensor:
-        """See `IndexFormat`."""
         border = entries * self._data_bytes
         data = torch.unflatten(pages[..., :border], -1, (entries, -1))
         scales = torch.unflatten(pages[..., border:], -1, (entries, -1))

@@ -93,7 +93,6 @@ class EngramLookup:
         return self._embeddings(rows)
 
     def close(self) -> None:
-        """Let go of the tables."""
         if self._warmup is not None:
             self._warmup.close()
         for table in self._tables.values():

@@ -99,7 +99,6 @@ class MappedEngramTable:
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> torch.Tensor:
-        """See `EngramTable`. Rows travel to the device as they are stored and are decoded there."""
         target = row_ids.device if device is None else device
         ids = row_ids.reshape(-1).to("cpu", torch.int64)
         gathered = [part.gather(ids, target) for part in self._parts]
@@ -111,13 +110,11 @@ class MappedEngramTable:
         return values.view(tokens, rows * values.shape[-1])
 
     def prefetch(self, row_ids: torch.Tensor) -> None:
-        """See `EngramTable`. Dropped while earlier hints are still being worked on."""
         if self._prefetcher is None:
             self._prefetcher = _Prefetcher(self._parts)
         self._prefetcher.hint(row_ids.reshape(-1).to("cpu", torch.int64).numpy())
 
     def close(self) -> None:
-        """See `EngramTable`."""
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None
@@ -179,7 +176,6 @@ class _MappedRows:
             os.posix_fadvise(self._fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
-        """Unmap; only once."""
         self._rows = None
         os.close(self._fd)
 
@@ -236,7 +232,6 @@ class DummyEngramTable:
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> torch.Tensor:
-        """See `EngramTable`. Values are evenly spread with a mean square of one."""
         ids = row_ids.to(row_ids.device if device is None else device, torch.int64)
         channels = torch.arange(self._channels, device=ids.device)
         # Multiply and fold, twice; int64 products wrap around.
@@ -245,8 +240,6 @@ class DummyEngramTable:
         spread = ((mixed ^ (mixed >> 32)) & 0xFFFF).to(torch.float32) / 0x8000 - 1
         return (spread * 3**0.5).to(dtype).flatten(1)
 
-    def prefetch(self, row_ids: torch.Tensor) -> None:
-        """See `EngramTable`. There is nothing to read."""
+    def prefetch(self, row_ids: torch.Tensor) -> None: ...
 
-    def close(self) -> None:
-        """See `EngramTable`."""
+    def close(self) -> None: ...

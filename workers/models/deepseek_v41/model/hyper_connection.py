@@ -56,7 +56,6 @@ class HyperConnection(nn.Module):
         return Mix(pre, post, self._balance(comb))
 
     def _balance(self, comb: Tensor) -> Tensor:
-        """Sinkhorn's iteration, which ends on the columns."""
         comb = comb.softmax(-1) + self.eps
         comb = comb / (comb.sum(-2, keepdim=True) + self.eps)
         for _ in range(self.iterations - 1):

@@ -46,7 +46,6 @@ class Pass:
         self.candidates: Tensor | None = None
 
     def rotation(self, role: LayerRole) -> Rotation:
-        """Rotation of a layer's queries and window KV."""
         return self.compressed_rotation if role.ratio else self.window_rotation
 
 

@@ -61,7 +61,6 @@ class DeepseekV41Engine:
 
     @property
     def info(self) -> EngineInfo:
-        """See `Engine.info`."""
         return self._info
 
     @property
@@ -101,7 +100,6 @@ class DeepseekV41Engine:
         return sampled
 
     def collect(self) -> StepResult:
-        """See `Engine.collect`."""
         step = self._launched.collect()
         self._tables.collected(step.slots, step.sampled.tokens)
         return step.result()
@@ -146,7 +144,6 @@ class DeepseekV41Engine:
             load_state(self.caches, slot, stored, position)
 
     def cache_copies(self, pool: HostPool) -> CacheCopies:
-        """See `Engine.cache_copies`."""
         if self._device.type == "cpu":
             return DeepseekV41Copies(self, pool, self._hicache_copy)
         try:
@@ -157,7 +154,6 @@ class DeepseekV41Engine:
         return self._copies
 
     def close(self) -> None:
-        """See `Engine.close`."""
         if self._model is None:
             return
         if self._pinned is not None:

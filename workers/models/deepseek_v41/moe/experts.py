@@ -44,7 +44,6 @@ class Experts(nn.Module):
 
     @property
     def complete(self) -> bool:
-        """Whether every expert has all its parts."""
         return set(EXPERT_MATRICES) <= set(self._stacks) and all(
             count == self.count for count in self._filled.values()
         )

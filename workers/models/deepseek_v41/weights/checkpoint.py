@@ -91,12 +91,10 @@ class Checkpoint:
             yield self._read_all(sorted(group, key=lambda item: item[1].offset), meter)
 
     def scale_of(self, name: str) -> torch.Tensor | None:
-        """See `WeightSource`."""
         scale = scale_name(name)
         return self.read(scale) if scale in self.tensors else None
 
     def is_packed(self, name: str) -> bool:
-        """See `WeightSource`."""
         return self.tensors[name].dtype in BYTE_DTYPES
 
     def read(self, name: str) -> torch.Tensor:

@@ -63,7 +63,6 @@ class DummyWeights:
     def shards(
         self, wanted: Callable[[str], bool] | None = None, progress: Progress | None = None
     ) -> Iterator[NamedTensors]:
-        """See `WeightSource`. One group a layer."""
         groups: dict[str, list[str]] = defaultdict(list)
         for name in self._plans:
             if wanted is None or wanted(name):
@@ -78,7 +77,6 @@ class DummyWeights:
                 progress(done, total)
 
     def scale_of(self, name: str) -> torch.Tensor | None:
-        """See `WeightSource`."""
         plan = self._plans[name]
         if plan.scale is None:
             return None
@@ -90,7 +88,6 @@ class DummyWeights:
         return (steps + exponent).view(torch.float8_e8m0fnu)
 
     def is_packed(self, name: str) -> bool:
-        """See `WeightSource`."""
         return self._plans[name].dtype in BYTE_DTYPES
 
     def _tensors(self, names: list[str]) -> NamedTensors:

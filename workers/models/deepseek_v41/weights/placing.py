@@ -107,7 +107,6 @@ def weight_bytes(model: DeepseekV41, source: WeightSource, dtype: torch.dtype) -
 
 
 def parameter_name(tensor_name: str) -> str:
-    """Name in the model of a released name."""
     return re.sub(r"\.hc_(attn|ffn)_", r".hc_\1.", tensor_name)
 
 

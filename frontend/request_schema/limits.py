@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from frontend.settings import SamplingDefaults
+
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 16_384
 MAX_STOP_TOKENS = 256
@@ -23,3 +25,4 @@ class ModelLimits(msgspec.Struct, frozen=True):
     vocab_size: int
     max_model_len: int
     max_choices: int
+    sampling: SamplingDefaults = SamplingDefaults()

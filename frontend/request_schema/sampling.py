@@ -102,16 +102,19 @@ def _read_sampling(
 ) -> SamplingParams:
     max_tokens, min_tokens = _read_token_limits(fields, limits.max_model_len, default_tokens)
     seed = fields.integer("seed", -INT64, INT64 - 1)
-    repetition = fields.number("repetition_penalty", 1.0, 0.0, 100.0)
+    default = limits.sampling
+    repetition = fields.number("repetition_penalty", default.repetition_penalty, 0.0, 100.0)
     if repetition == 0.0:
         raise fields.refuse("repetition_penalty", "greater than 0")
-    top_k = fields.integer("top_k", -1, None) or 0
+    top_k = fields.integer("top_k", -1, None)
+    if top_k is None:
+        top_k = default.top_k
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=fields.number("temperature", 1.0, 0.0, 2.0),
-        top_p=_read_top_p(fields),
+        temperature=fields.number("temperature", default.temperature, 0.0, 2.0),
+        top_p=_read_top_p(fields, default.top_p),
         top_k=min(max(top_k, 0), limits.vocab_size),
-        min_p=fields.number("min_p", 0.0, 0.0, 1.0),
+        min_p=fields.number("min_p", default.min_p, 0.0, 1.0),
         seed=random.getrandbits(63) if seed is None else seed,
         presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
         frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
@@ -142,8 +145,8 @@ def _read_token_limits(fields: Fields, max_model_len: int, default: int) -> tupl
     return max_tokens, min_tokens
 
 
-def _read_top_p(fields: Fields) -> float:
-    top_p = fields.number("top_p", 1.0, 0.0, 1.0)
+def _read_top_p(fields: Fields, default: float) -> float:
+    top_p = fields.number("top_p", default, 0.0, 1.0)
     if top_p == 0.0:
         raise fields.refuse("top_p", "greater than 0 and at most 1")
     return top_p

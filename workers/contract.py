@@ -23,9 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.cache.outcomes import Announcement, Hit, StorePlan
-from hicache.copies.row_copy import PendingCopy
+from hicache.copies.cache_copies import DeviceCache
 from hicache.copies.runs import IndexArray
-from hicache.pool.host_pool import HostPool
 from transport.messages.generate import SamplingParams
 
 TokenArray = npt.NDArray[np.int32]
@@ -182,31 +181,6 @@ class StepResult:
     """By index into `tokens`; only for slots whose sampling asks for logprobs."""
 
 
-class CacheCopies(Protocol):
-    """Copies between an engine's rows and a host pool's. They are ordered like steps: a step that is
-    launched later reads what a load brings, and a store reads what the steps before it wrote, whatever
-    later steps write. All of them may raise `HostPoolError`: the device refuses, and no byte is under
-    way."""
-
-    def load_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
-        """Host row `host_slots[i]` into page `pages[i]`."""
-        ...
-
-    def store_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
-        """Page `pages[i]` into host row `host_slots[i]`."""
-        ...
-
-    def load_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
-        """Host state row into `slot`, as the state after `position` tokens."""
-        ...
-
-    def store_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
-        """The state of `slot` as it was after `position` tokens into a host state row. `position` is
-        one of the prompt's two anchors (see `CacheLayout.replay_tokens`), or where its last chunk
-        ended."""
-        ...
-
-
 class Engine(Protocol):
     """A model on a device. Not thread-safe: one thread drives it."""
 
@@ -227,11 +201,11 @@ class Engine(Protocol):
         """
         ...
 
-    def cache_copies(self, pool: HostPool) -> CacheCopies:
-        """Copies to and from a host pool that was made for `info.layout`.
+    def device_cache(self) -> DeviceCache:
+        """Its pages and states, for those who copy them.
 
         Raises:
-            EngineError: the pool's memory cannot be used by the device.
+            EngineError: the engine is closed.
         """
         ...
 

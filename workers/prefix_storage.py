@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from hicache.cache.prefix_cache import PrefixCache
+from hicache.copies.copy_choice import CopyChoice
+from hicache.copies.open import open_cache_copies
 from hicache.errors import HostPoolError
 from hicache.pool.host_pool import HostPool, PoolGeometry
 from hicache.pool.segment import check_segment
 from transport.messages.cache_report import CacheContent, PrefixMiss, PrefixUse
 from transport.messages.control import CacheAction
 from transport.telemetry.metrics import MetricSet
-from workers.contract import CacheLayout, Engine, EngineError, ModelLoadError
+from workers.contract import CacheLayout, Engine, ModelLoadError
 from workers.engine.host_memory import available_host_memory
 from workers.prefix_reuse import PrefixReuse
 from workers.prefix_telemetry import PrefixTelemetry
@@ -37,6 +39,8 @@ class PoolOrder:
     page_bytes: int
     """For all pages together."""
     states: int
+    copy: CopyChoice
+    """How pages travel to and from a GPU."""
 
 
 class PrefixStorage:
@@ -154,8 +158,10 @@ def open_prefix_storage(order: PoolOrder, engine: Engine, metrics: MetricSet) ->
     geometry = check_prefix_storage(order, layout)
     try:
         pool = HostPool(order.fd, geometry, available_host_memory())
-        copies = engine.cache_copies(pool)
-    except (HostPoolError, EngineError) as error:
+        copies = open_cache_copies(
+            engine.device_cache(), pool.memory, pool.pages, pool.states, order.copy
+        )
+    except HostPoolError as error:
         raise ModelLoadError(str(error)) from error
     cache = PrefixCache(
         pool,

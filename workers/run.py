@@ -131,7 +131,12 @@ def pool_order(settings: WorkerSettings) -> PoolOrder | None:
     """The pool of this rank's prefix cache; None: there is none."""
     if settings.hicache_fd is None:
         return None
-    return PoolOrder(settings.hicache_fd, settings.hicache_bytes, settings.hicache_states)
+    return PoolOrder(
+        settings.hicache_fd,
+        settings.hicache_bytes,
+        settings.hicache_states,
+        settings.hicache_copy,
+    )
 
 
 def create_engine(settings: WorkerSettings, link: DaemonLink) -> Engine:
@@ -171,7 +176,6 @@ def create_engine(settings: WorkerSettings, link: DaemonLink) -> Engine:
         deterministic=settings.deterministic,
         hf_overrides=settings.hf_overrides,
         stores_prefixes=order is not None,
-        hicache_copy=settings.hicache_copy,
         check_layout=lambda layout: order and check_prefix_storage(order, layout),
     )
     # Imported here: the fake engine, and so every protocol test, starts without torch.

@@ -239,7 +239,7 @@ class Worker:
         if plan is not None:
             self._launch_times.append((time.monotonic(), plan.is_prompt))
             if self._prefixes is not None:
-                self._prefixes.transfers.load(plan.loads)
+                self._prefixes.transfers.load(plan.loads, plan.written_pages())
             self._engine.launch(plan)
             if self._prefixes is not None:
                 self._prefixes.transfers.store(plan.stores)

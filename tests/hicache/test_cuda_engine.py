@@ -17,6 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hicache.cache.prefix_cache import PrefixCache
+from hicache.copies.copy_choice import CopyChoice
+from hicache.copies.open import open_cache_copies
 from hicache.pool.host_pool import HostPool, PoolGeometry
 from hicache.pool.segment import create_segment
 from transport.ids import ProcessName, RequestId
@@ -58,7 +60,7 @@ def model_dir(tmp_path_factory):
 class Rank:
     """What a worker is made of, without its sockets."""
 
-    def __init__(self, engine: Engine, fd: int, host_pages: int) -> None:
+    def __init__(self, engine: Engine, fd: int, host_pages: int, choice: CopyChoice) -> None:
         self.engine = engine
         layout = engine.info.layout
         states = host_pages if layout.stored_state_bytes else 0
@@ -72,7 +74,10 @@ class Rank:
             replay_tokens=layout.replay_tokens,
             max_pending_bytes=PLENTY,
         )
-        self.transfers = PrefixTransfers(self.cache, self.pool, engine.cache_copies(self.pool))
+        copies = open_cache_copies(
+            engine.device_cache(), self.pool.memory, self.pool.pages, self.pool.states, choice
+        )
+        self.transfers = PrefixTransfers(self.cache, self.pool, copies)
         reuse = PrefixReuse(self.cache, layout.keep_tokens)
         self.scheduler = Scheduler(engine.info, 300, 1, reuse)
         self.got: dict[RequestId, list[int]] = {}
@@ -81,7 +86,7 @@ class Rank:
     def turn(self) -> bool:
         plan = self.scheduler.plan()
         if plan is not None:
-            self.transfers.load(plan.loads)
+            self.transfers.load(plan.loads, plan.written_pages())
             self.engine.launch(plan)
             self.transfers.store(plan.stores)
         depth = self.engine.info.pipeline_depth if plan is not None else 0
@@ -127,11 +132,10 @@ def open_rank(model_dir) -> Iterator[Callable[..., Rank]]:
                 max_model_len=1024, max_num_seqs=5, kv_cache_gb=KV_CACHE_GB[model],
                 gpu_memory_utilization=0.5, max_batched_tokens=300, num_threads=1,
                 report=lambda line: None, keep_tokens=24, stores_prefixes=True,
-                hicache_copy=choice,
             )  # fmt: skip
             fd = create_segment("test")
             stack.callback(os.close, fd)
-            rank = Rank(CREATE[model](settings), fd, host_pages)
+            rank = Rank(CREATE[model](settings), fd, host_pages, choice)
             # Four conversations of up to nine pages want more.
             assert 8 <= rank.engine.info.num_pages <= 20
             stack.callback(rank.close)

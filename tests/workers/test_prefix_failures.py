@@ -87,7 +87,7 @@ def test_closing_does_not_hide_why_the_worker_ends():
     """The traceback of the error that ends it may hold rows of the pool."""
     fd = create_segment("test")
     engine = FakeEngine(FakeEngineSettings(100, 8, 2, 1024))
-    order = PoolOrder(fd, engine.info.layout.page_bytes * 4, 0)
+    order = PoolOrder(fd, engine.info.layout.page_bytes * 4, 0, "auto")
     storage = open_prefix_storage(order, engine, MetricSet())
 
     def fail(copies) -> None:

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hicache.copies.row_copy import CpuRowCopier, Done, PendingCopy
-from hicache.copies.runs import IndexArray
-from hicache.pool.host_pool import HostPool, RowArray
+from hicache.copies.cache_copies import DeviceCache
+from hicache.copies.rows import HostRows, RowArray
 from workers.contract import (
     CacheLayout,
     DecodeRow,
@@ -126,8 +125,10 @@ class FakeEngine:
             self._pause.wait(self._settings.step_seconds)
         return self._results.popleft()
 
-    def cache_copies(self, pool: HostPool) -> FakeCopies:
-        return FakeCopies(self._pool.view(np.uint8), self._rings, self._settings.window, pool)
+    def device_cache(self) -> DeviceCache:
+        window = self._settings.window
+        states = FakeStates(self._rings, window) if window else None
+        return DeviceCache(HostRows.of(self._pool.view(np.uint8)), states)
 
     def close(self) -> None:
         """Nothing to free. Idempotent."""
@@ -177,28 +178,18 @@ class FakeEngine:
         return _hash(rows, ring[positions % len(ring)]) % vocab
 
 
-class FakeCopies:
-    """Implements `workers.contract.CacheCopies`; a copy is over when its call returns."""
+class FakeStates:
+    """`StateCodec` of rings of tokens: a stored state is the window before its position."""
 
-    def __init__(self, pages: RowArray, rings: TokenArray, window: int, pool: HostPool) -> None:
-        self._pages = CpuRowCopier(pages, pool.page_rows)
+    def __init__(self, rings: TokenArray, window: int) -> None:
         self._rings = rings
         self._window = window
-        self._states = pool.state_rows
 
-    def load_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
-        return self._pages.upload(pages, host_slots)
+    def store_state(self, slot: int, position: int, host_state: RowArray) -> None:
+        host_state.view(np.int32)[:] = self._rings[slot, self._places(position)]
 
-    def store_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
-        return self._pages.download(pages, host_slots)
-
-    def load_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
-        self._rings[slot, self._places(position)] = self._states[host_slot].view(np.int32)
-        return Done()
-
-    def store_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
-        self._states[host_slot].view(np.int32)[:] = self._rings[slot, self._places(position)]
-        return Done()
+    def load_state(self, slot: int, position: int, host_state: RowArray) -> None:
+        self._rings[slot, self._places(position)] = host_state.view(np.int32)
 
     def _places(self, position: int) -> npt.NDArray[np.int64]:
         places: npt.NDArray[np.int64]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from hicache.manager.ticket import PrefixTicket
 from transport.ids import ProcessName, RequestId
-from transport.messages.generate import SamplingParams
+from transport.messages.generate import Generate, SamplingParams
 from workers.contract import TokenArray
 
 SequenceKey = tuple[RequestId, int]
@@ -43,12 +43,9 @@ class Sequence:
     prompt: TokenArray
     """Tokens from the client and, after a migration, those generated elsewhere."""
     prompt_len: int
-    sampling: SamplingParams
+    generate: Generate
     seed: int
-    priority: int = 0
     arrival: float = 0.0
-    uses_prefix_cache: InitVar[bool] = False
-    cache_salt: InitVar[str] = ""
     status: Status = Status.WAITING
     paused: bool = False
     reported: bool = False
@@ -70,14 +67,20 @@ class Sequence:
     """Tokens known here, collected ones only."""
     prefix: PrefixTicket = field(init=False)
 
-    def __post_init__(self, uses_prefix_cache: bool, cache_salt: str) -> None:
+    def __post_init__(self) -> None:
         self.num_tokens = len(self.prompt)
-        self.prefix = PrefixTicket(self.key[0], self.prompt_len, uses_prefix_cache, cache_salt)
+        self.prefix = PrefixTicket(
+            self.key[0], self.prompt_len, self.generate.prefix_cache, self.generate.cache_salt
+        )
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.generate.sampling
 
     @property
     def order(self) -> tuple[int, float, SequenceKey]:
         """Sort key: who runs first, and who gives way last."""
-        return (self.priority, self.arrival, self.key)
+        return (self.generate.priority, self.arrival, self.key)
 
     @property
     def may_decode(self) -> bool:

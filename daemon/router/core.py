@@ -16,11 +16,11 @@ from daemon.router.metrics import RouterMetrics
 from daemon.router.outbox import Outgoing
 from daemon.router.placement import choose_rank, choose_tokenizer
 from daemon.router.prompt_check import find_problem, fit
-from daemon.router.request import NO_RANK, Choice, Request, Stage
+from daemon.router.request import Choice, Request, Stage
 from daemon.router.roster import Roster
 from daemon.router.settings import RouterSettings
 from transport.framing import Payload, read_tokens
-from transport.ids import ProcessName, RequestId
+from transport.ids import NO_RANK, DpRank, ProcessName, RequestId
 from transport.messages.base import Message
 from transport.messages.generate import (
     ALL_CHOICES,
@@ -92,7 +92,7 @@ class RouterCore:
             self._worker_lost(roster.ranks[peer], now)
         return self._take()
 
-    def _worker_lost(self, rank: int, now: float) -> None:
+    def _worker_lost(self, rank: DpRank, now: float) -> None:
         if self._roster.rank_lost(rank):
             self._tell_model()
         for request in [r for r in self._requests.values() if r.rank == rank]:

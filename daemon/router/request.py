@@ -9,13 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from transport.framing import Payload, token_frame
-from transport.ids import ProcessName, RequestId
+from transport.ids import NO_RANK, DpRank, ProcessName, RequestId
 from transport.messages.generate import PromptKind, SamplingParams, StageTimes
 from transport.messages.telemetry import RequestRow
 from transport.messages.to_worker import Start
 
 Stage = Literal["received", "tokenizing", "queued", "running", "finished"]
-NO_RANK = -1
 
 
 @dataclass
@@ -55,7 +54,7 @@ class Request:
     queued_at: float = 0.0
     running_at: float = 0.0
     tokenizer: ProcessName | None = None
-    rank: int = NO_RANK
+    rank: DpRank = NO_RANK
     prompt: npt.NDArray[np.int32] | None = None
     migrations: int = 0
 

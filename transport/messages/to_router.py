@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transport.ids import RequestId
+from transport.ids import DpRank, RequestId
 from transport.messages.base import Message
 from transport.messages.generate import ModelInfo, PromptKind, SamplingParams
 
@@ -10,7 +10,7 @@ from transport.messages.generate import ModelInfo, PromptKind, SamplingParams
 class WorkerReady(Message, frozen=True):
     """A worker has loaded its model and takes sequences."""
 
-    rank: int
+    rank: DpRank
     model: ModelInfo
     max_num_seqs: int
 

@@ -104,7 +104,7 @@ class Sequence:
         self.num_tokens = len(self.prompt)
 
     @property
-    def rank(self) -> tuple[int, float, SequenceKey]:
+    def order(self) -> tuple[int, float, SequenceKey]:
         """Sort key: who runs first, and who gives way last."""
         return (self.priority, self.arrival, self.key)
 

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from hicache.copies.cache_copies import DeviceCache
 from hicache.copies.rows import HostRows, RowArray
+from hicache.layout import CacheLayout
 from workers.contract import (
-    CacheLayout,
     DecodeRow,
     EngineInfo,
     PromptChunk,

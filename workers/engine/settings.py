@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from workers.contract import CacheLayout
+    from hicache.layout import CacheLayout
     from workers.settings import Accelerator, KVDType, LoadFormat
 
 

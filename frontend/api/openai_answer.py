@@ -35,7 +35,7 @@ class OpenAIWriter(ABC):
         self._head = head
         self._texts = texts
         self._usage = usage
-        self._with_logprobs = common.sampling.logprobs >= 0
+        self._with_logprobs = common.wants_logprobs
         self._include_usage = common.include_usage
         self._continuous_usage = common.continuous_usage
         self._templates: dict[int, EventTemplate] = {}

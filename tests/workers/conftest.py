@@ -14,15 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from hicache.cache.prefix_cache import PrefixCache
 from hicache.errors import HostPoolError
+from hicache.manager.host import HostPrefixCache
 from hicache.pool.host_pool import HostPool, PoolGeometry
 from hicache.pool.segment import create_segment
 from transport.ids import ProcessName, RequestId
-from transport.messages.generate import SamplingParams
+from transport.messages.generate import Generate, SamplingParams
+from transport.telemetry.metrics import MetricSet
 from workers.engine.fake import FakeCopies, FakeEngine, FakeEngineSettings, fake_next_token
-from workers.prefix_reuse import PrefixReuse
-from workers.prefix_transfer import PrefixTransfers
 from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.sequence import Sequence
 
@@ -121,29 +120,25 @@ class Rank:
             layout.fingerprint, layout.page_bytes, host_pages, layout.stored_state_bytes, states
         )
         self.pool = HostPool(fd, geometry, PLENTY)
-        self.cache = PrefixCache(
-            self.pool,
-            page_tokens=PAGE,
-            replay_tokens=layout.replay_tokens,
-            max_pending_bytes=PLENTY,
-        )
-        copies = self.engine.cache_copies(self.pool)
-        self.copies = LateCopies(copies, delay)
-        self.transfers = PrefixTransfers(self.cache, self.pool, self.copies)
-        reuse = PrefixReuse(self.cache, layout.keep_tokens)
-        self.scheduler = Scheduler(self.engine.info, budget, 2, reuse)
+        self.copies = LateCopies(self.engine.cache_copies(self.pool), delay)
+        manager = HostPrefixCache(self.pool, layout, self.copies, MetricSet(), PLENTY)
+        self.cache, self.transfers = manager.cache, manager.transfers
+        self.prefills = manager.prefills
+        self.scheduler = Scheduler(self.engine.info, budget, 2, manager.reuse)
         self.depth = depth
         self.window = window
         self.got: dict[RequestId, list[int]] = {}
         self.cached: dict[RequestId, int] = {}
 
-    def add(self, number: int, prompt: list[int], output: int, **changes) -> Sequence:
-        """Queue request `r<number>`."""
+    def add(
+        self, number: int, prompt: list[int], output: int, prompt_len: int | None = None, **generate
+    ) -> Sequence:
+        """Queue request `r<number>`. `generate`: fields of `Generate`."""
         sequence = Sequence(
             key=(RequestId(f"r{number}"), 0), frontend=ProcessName("frontend/0"),
-            prompt=np.asarray(prompt, np.int32), sampling=SamplingParams(max_tokens=output),
+            prompt=np.asarray(prompt, np.int32), prompt_len=prompt_len or len(prompt),
+            generate=Generate(SamplingParams(max_tokens=output), **generate),
             seed=0, arrival=float(number),
-            **{"prompt_len": len(prompt), "uses_prefix_cache": True, **changes},
         )  # fmt: skip
         self.scheduler.add(sequence)
         return sequence
@@ -182,7 +177,7 @@ class Rank:
         if worked:
             output = self.scheduler.apply(self.engine.collect())
             for sequence in output.started:
-                self.cached[sequence.key[0]] = sequence.cached_tokens
+                self.cached[sequence.key[0]] = sequence.prefix.cached_tokens
             for row in output.rows:
                 self.got.setdefault(row.sequence.key[0], []).append(row.token)
         has_arrived = self.transfers.poll()

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from hicache.layout import CacheLayout
 from workers.attention.math import AttentionOptions, attend
-from workers.contract import CacheLayout, ModelLoadError
+from workers.contract import ModelLoadError
 from workers.models.cache_layout import PAGE_TOKENS
 
 ATTENTION_NAME: Final = "deepinfer_paged"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from hicache.pool.host_pool import HostPool, PoolGeometry
 from hicache.pool.segment import create_segment
 from transport.ids import ProcessName, RequestId
 from transport.messages.generate import SamplingParams
+from workers.contract import LaunchedStep
 from workers.engine.fake import FakeCopies, FakeEngine, FakeEngineSettings, fake_next_token
 from workers.prefix_reuse import PrefixReuse
 from workers.prefix_transfer import PrefixTransfers
@@ -132,6 +134,7 @@ class Rank:
         self.transfers = PrefixTransfers(self.cache, self.pool, self.copies)
         reuse = PrefixReuse(self.cache, layout.keep_tokens)
         self.scheduler = Scheduler(self.engine.info, budget, 2, reuse)
+        self.in_flight: deque[LaunchedStep] = deque()
         self.depth = depth
         self.window = window
         self.got: dict[RequestId, list[int]] = {}
@@ -176,11 +179,11 @@ class Rank:
         if plan is not None:
             self.transfers.load(plan.loads)
             self.copies.before_overwrite(plan.written_pages())
-            self.engine.launch(plan)
+            self.in_flight.append(self.engine.launch(plan))
             self.transfers.store(plan.stores)
         worked = self.scheduler.num_launched > (self.depth if plan is not None else 0)
         if worked:
-            output = self.scheduler.apply(self.engine.collect())
+            output = self.scheduler.apply(self.in_flight.popleft().collect())
             for sequence in output.started:
                 self.cached[sequence.key[0]] = sequence.cached_tokens
             for row in output.rows:

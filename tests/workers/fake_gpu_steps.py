@@ -32,11 +32,11 @@ from workers.contract import DecodeRow, PromptChunk, StepPlan
 from workers.engine import device as worker_device
 from workers.engine import step_inputs
 from workers.models.cache_layout import build_cache_layout, layer_shapes
-from workers.models.deepseek_v41 import slot_tables
 from workers.models.deepseek_v41.cache.pools import ServingCaches
 from workers.models.deepseek_v41.cache.row_layout import build_serving_layout
 from workers.models.deepseek_v41.cache.states import cut_state, load_state
 from workers.models.deepseek_v41.config.config_file import read_config
+from workers.models.deepseek_v41.model import slot_tables
 from workers.models.deepseek_v41.model.model import DeepseekV41
 from workers.models.deepseek_v41.model.step import StepBuilder
 from workers.models.deepseek_v41.moe.experts import Experts

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from workers.attention.math import AttentionOptions, attend
-from workers.contract import CacheLayout, ModelLoadError
-from workers.models.cache_layout import PAGE_TOKENS
+from workers.contract import PAGE_TOKENS, CacheLayout, ModelLoadError
 
 ATTENTION_NAME: Final = "deepinfer_paged"
 

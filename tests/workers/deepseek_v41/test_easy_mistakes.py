@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch.nn import functional
 
-from workers.models.deepseek_v41 import attention, hyper_connection, indexer, model, moe
+from workers.models.deepseek_v41.attention import attention, indexer
 from workers.models.deepseek_v41.attention.compressor import Compressor
 from workers.models.deepseek_v41.attention.indexer import EntryChooser, Indexer
 from workers.models.deepseek_v41.attention.rope import Rotation, _frequencies, _yarn
 from workers.models.deepseek_v41.engram.layer import Engram
+from workers.models.deepseek_v41.model import hyper_connection, model
 from workers.models.deepseek_v41.model.hyper_connection import HyperConnection, Mix
 from workers.models.deepseek_v41.model.linear import RMSNorm
 from workers.models.deepseek_v41.model.model import Layer
+from workers.models.deepseek_v41.moe import moe
 from workers.models.deepseek_v41.moe.moe import Gate
 
 
@@ -380,7 +382,7 @@ def primes_start_again(driver, patch):
 
 
 def engram_norm_over_all_streams(driver, patch):
-    from workers.models.deepseek_v41 import engram
+    from workers.models.deepseek_v41.engram import layer as engram
 
     original = engram.inverse_rms
 

@@ -7,10 +7,10 @@ import torch
 
 from workers.contract import ModelLoadError
 from workers.engine.trial_steps import heaviest_steps
-from workers.models.deepseek_v41 import loading
 from workers.models.deepseek_v41.config.config_file import read_config
 from workers.models.deepseek_v41.model.model import DeepseekV41
 from workers.models.deepseek_v41.moe.experts import Experts
+from workers.models.deepseek_v41.weights import loading
 from workers.models.deepseek_v41.weights.checkpoint import open_checkpoint
 from workers.models.deepseek_v41.weights.dummy import DummyWeights
 from workers.models.deepseek_v41.weights.placing import WeightLoader, weight_bytes
@@ -87,8 +87,7 @@ def test_the_heaviest_steps_run(make_driver):
     driver = make_driver(keep_tokens=24, stores_prefixes=True)
     engine = driver.engine
     for plan in heaviest_steps(engine.info, 64):
-        engine.launch(plan)
-        result = engine.collect()
+        result = engine.launch(plan).collect()
         assert len(result.tokens) == len(plan.prompts) + len(plan.decodes)
 
 

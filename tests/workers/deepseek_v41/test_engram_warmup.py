@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from workers.models.deepseek_v41 import engram_warmup
 from workers.models.deepseek_v41.config.config_file import read_config
+from workers.models.deepseek_v41.engram import warmup as engram_warmup
 from workers.models.deepseek_v41.engram.table import stored_tensors
 from workers.models.deepseek_v41.engram.warmup import EngramWarmup
 from workers.models.deepseek_v41.weights.checkpoint import open_checkpoint

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from workers.models.deepseek_v41 import attention, indexer, moe
+from workers.models.deepseek_v41.attention import attention, indexer
+from workers.models.deepseek_v41.moe import moe
 
 TOLERANCE = 1e-3
 LENGTHS = (37, 130, 300)

@@ -10,7 +10,7 @@ from transport.child import ProcessSettings
 from transport.ids import ProcessName
 from workers import prefix_storage
 from workers.contract import ModelLoadError
-from workers.models.deepseek_v41 import engine as engine_module
+from workers.models.deepseek_v41.model import engine as engine_module
 from workers.run import create_engine
 from workers.settings import WorkerSettings
 

@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 
-from workers.models.deepseek_v41 import cache_layout
+from workers.models.deepseek_v41.cache import cache_layout
 from workers.models.deepseek_v41.cache.cache_layout import build_cache_layout
 from workers.models.deepseek_v41.cache.row_layout import build_serving_layout
 from workers.models.deepseek_v41.config.layer_cut import cut_layers

@@ -13,7 +13,7 @@ import zmq
 
 from transport.child import StopFlag
 from transport.framing import BadMessage, read_tokens, token_frame
-from transport.ids import ProcessName, RequestId
+from transport.ids import DpRank, ProcessName, RequestId
 from transport.links.daemon import DaemonLink, RouterRefusedError
 from transport.messages.base import Hello, Message, Refused, Welcome
 from transport.messages.cache_report import CacheContent
@@ -102,7 +102,7 @@ class Worker:
 
     def __init__(
         self,
-        rank: int,
+        rank: DpRank,
         engine: Engine,
         scheduler: Scheduler,
         dealer: DealerSocket,
@@ -215,12 +215,9 @@ class Worker:
             frontend=start.frontend,
             prompt=prompt,
             prompt_len=start.prompt_len,
-            sampling=start.sampling,
-            seed=choice_seed(start.sampling.seed, start.index),
-            priority=start.priority,
+            generate=start.generate,
+            seed=choice_seed(start.generate.sampling.seed, start.index),
             arrival=start.arrival,
-            uses_prefix_cache=self._prefixes is not None and start.prefix_cache,
-            cache_salt=start.cache_salt,
         )
         try:
             self._scheduler.add(sequence)

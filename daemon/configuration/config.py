@@ -24,14 +24,24 @@ INSTANCE_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-_MODEL = Group("Model", sort_key=1)
-_INSTANCE = Group("Instance and processes", sort_key=2)
-_ENGINE = Group("Engine", sort_key=3)
-_CACHE = Group("Prefix cache", sort_key=3.5)
-_HTTP = Group("HTTP", sort_key=4)
-_ADMISSION = Group("Admission and routing", sort_key=5)
-_LIFE = Group("Life and death", sort_key=6)
-_TESTING = Group("For tests and pipeline benchmarks", sort_key=7)
+_MODEL = Parameter(group=Group("Model", sort_key=1))
+_INSTANCE = Parameter(group=Group("Instance and processes", sort_key=2))
+_ENGINE = Parameter(group=Group("Engine", sort_key=3))
+_CACHE = Parameter(group=Group("Prefix cache", sort_key=3.5))
+_HTTP = Parameter(group=Group("HTTP", sort_key=4))
+_ADMISSION = Parameter(group=Group("Admission and routing", sort_key=5))
+_LIFE = Parameter(group=Group("Life and death", sort_key=6))
+_TESTING = Parameter(group=Group("For tests and pipeline benchmarks", sort_key=7))
+
+
+def _within(least: float, most: float | None = None) -> Parameter:
+    return Parameter(validator=Number(gte=least, lte=most))
+
+
+_NOT_NEGATIVE = _within(0)
+_AT_LEAST_ONE = _within(1)
+_ABOVE_ZERO = Parameter(validator=Number(gt=0))
+_SHARE = Parameter(validator=Number(gt=0, lte=1))
 
 
 def check_instance_name(_type: object, value: str) -> None:
@@ -67,9 +77,6 @@ def _check_overrides(_type: object, value: str) -> None:
     read_overrides(value)
 
 
-_POSITIVE: Final = Number(gte=1)
-_SECONDS: Final = Number(gt=0)
-
 InstanceName = Annotated[
     str,
     Parameter(
@@ -93,312 +100,115 @@ ConfigFile = Annotated[
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class InstanceConfig:
-    """All options of an instance. None means: found out at start (the help says how)."""
+    """All options of an instance, each with its help. None: found out at start, as the help says."""
 
-    model: Annotated[
-        str,
-        Parameter(
-            group=_MODEL,
-            help=f"{DEFAULT_MODEL} (fetched once) or a directory with a Hugging Face checkpoint; "
-            "$DEEPINFER_HF_MODEL_DIR names it too.",
-        ),
-    ] = DEFAULT_MODEL
-    served_model_name: Annotated[
-        str | None,
-        Parameter(group=_MODEL, help="Model id in the API. Default: the model's own name."),
-    ] = None
-    dtype: Annotated[
-        DType,
-        Parameter(
-            group=_MODEL, help="Type of weights and KV. auto: the checkpoint's; float32 on a CPU."
-        ),
-    ] = "auto"
-    load_format: Annotated[
-        LoadFormat,
-        Parameter(group=_MODEL, help="dummy: random weights of the real shape, for benchmarks."),
-    ] = "auto"
-    hf_overrides: Annotated[
-        str,
-        Parameter(
-            group=_MODEL,
-            validator=_check_overrides,
-            help="JSON object (in a TOML file a table will do) with entries of config.json to replace "
-            "(nested ones are merged), with --load-format dummy for experiments with shapes. Fewer "
-            "num_hidden_layers cut DeepSeek-V4.1 to the first layers of its two halves.",
-        ),
-    ] = ""
-    max_model_len: Annotated[
-        int | None,
-        Parameter(
-            group=_MODEL,
-            validator=_POSITIVE,
-            help="Prompt plus output, in tokens. Default: the model's.",
-        ),
-    ] = None
+    model: Annotated[str, _MODEL] = DEFAULT_MODEL
+    """SmolLM2-135M-Instruct (fetched once) or a directory with a Hugging Face checkpoint;
+    $DEEPINFER_HF_MODEL_DIR names it too."""
+    served_model_name: Annotated[str | None, _MODEL] = None
+    """Model id in the API. Default: the model's own name."""
+    dtype: Annotated[DType, _MODEL] = "auto"
+    """Type of weights and KV. auto: the checkpoint's; float32 on a CPU."""
+    load_format: Annotated[LoadFormat, _MODEL] = "auto"
+    """dummy: random weights of the real shape, for benchmarks."""
+    hf_overrides: Annotated[str, _MODEL, Parameter(validator=_check_overrides)] = ""
+    """JSON object (in a TOML file a table will do) with entries of config.json to replace (nested
+    ones are merged), with --load-format dummy for experiments with shapes. Fewer num_hidden_layers
+    cut DeepSeek-V4.1 to the first layers of its two halves."""
+    max_model_len: Annotated[int | None, _MODEL, _AT_LEAST_ONE] = None
+    """Prompt plus output, in tokens. Default: the model's."""
 
-    instance: Annotated[InstanceName, Parameter(group=_INSTANCE)] = "default"
-    run_dir: Annotated[RunDir, Parameter(group=_INSTANCE)] = None
-    config: Annotated[ConfigFile, Parameter(group=_INSTANCE)] = None
-    dp: Annotated[
-        int,
-        Parameter(
-            group=_INSTANCE,
-            validator=Number(gte=1, lte=1024),
-            help="Engine workers, each with a copy of the model: one a GPU, or a share of the cores.",
-        ),
-    ] = 1
-    frontends: Annotated[
-        int,
-        Parameter(
-            group=_INSTANCE,
-            validator=Number(gte=1, lte=256),
-            help="HTTP processes sharing the port.",
-        ),
-    ] = 1
-    tokenizers: Annotated[
-        int,
-        Parameter(group=_INSTANCE, validator=Number(gte=1, lte=256), help="Tokenizer processes."),
-    ] = 1
-    log_level: Annotated[
-        LogLevel, Parameter(group=_INSTANCE, help="Least severe level logged.")
-    ] = "info"
+    instance: Annotated[InstanceName, _INSTANCE] = "default"
+    run_dir: Annotated[RunDir, _INSTANCE] = None
+    config: Annotated[ConfigFile, _INSTANCE] = None
+    dp: Annotated[int, _INSTANCE, _within(1, most=1024)] = 1
+    """Engine workers, each with a copy of the model: one a GPU, or a share of the cores."""
+    frontends: Annotated[int, _INSTANCE, _within(1, most=256)] = 1
+    """HTTP processes sharing the port."""
+    tokenizers: Annotated[int, _INSTANCE, _within(1, most=256)] = 1
+    """Tokenizer processes."""
+    log_level: Annotated[LogLevel, _INSTANCE] = "info"
+    """Least severe level logged."""
 
-    accelerator: Annotated[
-        Accelerator | None,
-        Parameter(group=_ENGINE, help="Default: nvidia where there is such a device, else cpu."),
-    ] = None
-    max_num_seqs: Annotated[
-        int | None,
-        Parameter(
-            group=_ENGINE,
-            validator=_POSITIVE,
-            help="Sequences that run at once, per worker. Default: 32 on a CPU, 256 on a GPU.",
-        ),
-    ] = None
-    max_batched_tokens: Annotated[
-        int | None,
-        Parameter(
-            group=_ENGINE,
-            validator=_POSITIVE,
-            help="Prompt tokens per prompt step. Default: 512 on a CPU, 8192 on a GPU.",
-        ),
-    ] = None
-    kv_cache_gb: Annotated[
-        float | None,
-        Parameter(
-            group=_ENGINE,
-            validator=_SECONDS,
-            help="Size of a worker's page pool, in GB. Default: planned from the free memory.",
-        ),
-    ] = None
-    kv_dtype: Annotated[
-        KVDType,
-        Parameter(
-            group=_ENGINE,
-            help="Type of the KV cache. compact (DeepSeek-V4.1): FP4 main KV and index keys, FP8 "
-            "windows. auto: compact where the checkpoint is quantised so, else as --dtype.",
-        ),
-    ] = "auto"
-    yoco_keep_tokens: Annotated[
-        int,
-        Parameter(
-            group=_ENGINE,
-            validator=Number(gte=0),
-            help="DeepSeek-V4.1: the last tokens of a prompt that the decoder layers run on "
-            "(bounded replay). 0: all of them, which is refused unless --hicache-size-gb is 0 too.",
-        ),
-    ] = 140
-    deterministic: Annotated[
-        bool,
-        Parameter(
-            group=_ENGINE,
-            help="Make the output of a request independent, bit by bit, of what else runs; slower. On a "
-            "GPU for DeepSeek-V4.1 only.",
-        ),
-    ] = False
-    gpu_memory_utilization: Annotated[
-        float,
-        Parameter(
-            group=_ENGINE,
-            validator=Number(gt=0, lte=1),
-            help="Share of a GPU's memory to use where --kv-cache-gb is not given.",
-        ),
-    ] = 0.9
-    hicache_size_gb: Annotated[
-        float | None,
-        Parameter(
-            group=_CACHE,
-            validator=Number(gte=0),
-            help="Host memory for the pages of each worker's prefix cache, in GiB; 0: no prefix "
-            "cache. Default: 32 on a GPU, 0.5 on a CPU, less where memory is short.",
-        ),
-    ] = None
-    hicache_state_slots: Annotated[
-        int | None,
-        Parameter(
-            group=_CACHE,
-            validator=_POSITIVE,
-            help="Sliding-window states that each worker's prefix cache keeps beside its pages, for "
-            "models that need them. Default: 4096 on a GPU, 256 on a CPU.",
-        ),
-    ] = None
-    hicache_copy: Annotated[
-        CopyChoice,
-        Parameter(
-            group=_CACHE,
-            help="How pages travel between a GPU and its prefix cache. batch: the GPU's copy engines, all "
-            "runs of pages in one call; kernel: a few of its processors; auto: by the length of the runs.",
-        ),
-    ] = "auto"
-    prefill_any_interval: Annotated[
-        int,
-        Parameter(
-            group=_ENGINE,
-            validator=_POSITIVE,
-            help="Decode steps between two prompt steps while something decodes.",
-        ),
-    ] = 1
+    accelerator: Annotated[Accelerator | None, _ENGINE] = None
+    """Default: nvidia where there is such a device, else cpu."""
+    max_num_seqs: Annotated[int | None, _ENGINE, _AT_LEAST_ONE] = None
+    """Sequences that run at once, per worker. Default: 32 on a CPU, 256 on a GPU."""
+    max_batched_tokens: Annotated[int | None, _ENGINE, _AT_LEAST_ONE] = None
+    """Prompt tokens per prompt step. Default: 512 on a CPU, 8192 on a GPU."""
+    prefill_any_interval: Annotated[int, _ENGINE, _AT_LEAST_ONE] = 1
+    """Decode steps between two prompt steps while something decodes."""
+    kv_cache_gb: Annotated[float | None, _ENGINE, _ABOVE_ZERO] = None
+    """Size of a worker's page pool, in GB. Default: planned from the free memory."""
+    kv_dtype: Annotated[KVDType, _ENGINE] = "auto"
+    """Type of the KV cache. compact (DeepSeek-V4.1): FP4 main KV and index keys, FP8 windows. auto:
+    compact where the checkpoint is quantised so, else as --dtype."""
+    yoco_keep_tokens: Annotated[int, _ENGINE, _NOT_NEGATIVE] = 140
+    """DeepSeek-V4.1: the last tokens of a prompt that the decoder layers run on (bounded replay).
+    0: all of them, which is refused unless --hicache-size-gb is 0 too."""
+    deterministic: Annotated[bool, _ENGINE] = False
+    """Make the output of a request independent, bit by bit, of what else runs; slower. On a GPU for
+    DeepSeek-V4.1 only."""
+    gpu_memory_utilization: Annotated[float, _ENGINE, _SHARE] = 0.9
+    """Share of a GPU's memory to use where --kv-cache-gb is not given."""
 
-    host: Annotated[
-        str,
-        Parameter(group=_HTTP, help="Address to listen on; :: and 0.0.0.0 mean every interface."),
-    ] = "127.0.0.1"
-    port: Annotated[
-        int,
-        Parameter(
-            group=_HTTP,
-            validator=Number(gte=0, lte=65535),
-            help="Port to listen on; 0: any free one.",
-        ),
-    ] = 8888
-    api_keys_file: Annotated[
-        Path | None,
-        Parameter(group=_HTTP, help="File with one API key a line. Default: no authentication."),
-    ] = None
-    max_body_mb: Annotated[
-        float, Parameter(group=_HTTP, validator=_SECONDS, help="Largest request body, in MB.")
-    ] = 32.0
-    max_header_kib: Annotated[
-        int, Parameter(group=_HTTP, validator=_POSITIVE, help="Largest request header, in KiB.")
-    ] = 64
-    body_seconds: Annotated[
-        float,
-        Parameter(
-            group=_HTTP, validator=_SECONDS, help="Time within which a request body must arrive."
-        ),
-    ] = 60.0
-    keep_alive_seconds: Annotated[
-        int,
-        Parameter(
-            group=_HTTP,
-            validator=_POSITIVE,
-            help="How long an idle connection stays open; keep it above the clients' own limit.",
-        ),
-    ] = 900
-    max_choices: Annotated[
-        int, Parameter(group=_HTTP, validator=_POSITIVE, help="Largest n of a request.")
-    ] = 16
-    stream_high_water_kib: Annotated[
-        int,
-        Parameter(
-            group=_HTTP,
-            validator=_POSITIVE,
-            help="Unread KiB of a stream past which its sequence is paused.",
-        ),
-    ] = 256
-    slow_reader_seconds: Annotated[
-        float,
-        Parameter(
-            group=_HTTP, validator=_SECONDS, help="How long a paused stream may stay unread."
-        ),
-    ] = 60.0
+    hicache_size_gb: Annotated[float | None, _CACHE, _NOT_NEGATIVE] = None
+    """Host memory for the pages of each worker's prefix cache, in GiB; 0: no prefix cache. Default:
+    32 on a GPU, 0.5 on a CPU, less where memory is short."""
+    hicache_state_slots: Annotated[int | None, _CACHE, _AT_LEAST_ONE] = None
+    """Sliding-window states that each worker's prefix cache keeps beside its pages, for models that
+    need them. Default: 4096 on a GPU, 256 on a CPU."""
+    hicache_copy: Annotated[CopyChoice, _CACHE] = "auto"
+    """How pages travel between a GPU and its prefix cache. batch: the GPU's copy engines, all runs
+    of pages in one call; kernel: a few of its processors; auto: by the length of the runs."""
 
-    max_waiting: Annotated[
-        int,
-        Parameter(
-            group=_ADMISSION,
-            validator=Number(gte=0),
-            help="HTTP requests that may wait for a worker; one more is answered 429.",
-        ),
-    ] = 256
-    retry_after: Annotated[
-        int,
-        Parameter(
-            group=_ADMISSION, validator=_POSITIVE, help="Seconds in Retry-After of a 429 or 503."
-        ),
-    ] = 1
-    routing: Annotated[
-        Routing,
-        Parameter(group=_ADMISSION, help="affinity: a conversation stays with its worker."),
-    ] = "affinity"
-    max_migrations: Annotated[
-        int,
-        Parameter(
-            group=_ADMISSION,
-            validator=Number(gte=0),
-            help="How often a request may move to another worker after a loss.",
-        ),
-    ] = 3
-    stage_timeout: Annotated[
-        float,
-        Parameter(
-            group=_ADMISSION,
-            validator=_SECONDS,
-            help="Seconds that a request may spend at a tokenizer, or wait for a worker whose processes "
-            "keep dying before they serve (for one that loads: --start-timeout).",
-        ),
-    ] = 60.0
+    host: Annotated[str, _HTTP] = "127.0.0.1"
+    """Address to listen on; :: and 0.0.0.0 mean every interface."""
+    port: Annotated[int, _HTTP, _within(0, most=65535)] = 8888
+    """Port to listen on; 0: any free one."""
+    api_keys_file: Annotated[Path | None, _HTTP] = None
+    """File with one API key a line. Default: no authentication."""
+    max_body_mb: Annotated[float, _HTTP, _ABOVE_ZERO] = 32.0
+    """Largest request body, in MB."""
+    max_header_kib: Annotated[int, _HTTP, _AT_LEAST_ONE] = 64
+    """Largest request header, in KiB."""
+    body_seconds: Annotated[float, _HTTP, _ABOVE_ZERO] = 60.0
+    """Time within which a request body must arrive."""
+    keep_alive_seconds: Annotated[int, _HTTP, _AT_LEAST_ONE] = 900
+    """How long an idle connection stays open; keep it above the clients' own limit."""
+    max_choices: Annotated[int, _HTTP, _AT_LEAST_ONE] = 16
+    """Largest n of a request."""
+    stream_high_water_kib: Annotated[int, _HTTP, _AT_LEAST_ONE] = 256
+    """Unread KiB of a stream past which its sequence is paused."""
+    slow_reader_seconds: Annotated[float, _HTTP, _ABOVE_ZERO] = 60.0
+    """How long a paused stream may stay unread."""
 
-    drain_timeout: Annotated[
-        float,
-        Parameter(
-            group=_LIFE,
-            validator=Number(gte=0),
-            help="Seconds that running requests get to end when the instance stops.",
-        ),
-    ] = 30.0
-    start_timeout: Annotated[
-        float,
-        Parameter(
-            group=_LIFE,
-            validator=_SECONDS,
-            help="Seconds until the instance must be ready, and a process that is started again; as long "
-            "requests wait for a worker.",
-        ),
-    ] = 1800.0
-    heartbeat_seconds: Annotated[
-        float,
-        Parameter(
-            group=_LIFE,
-            validator=Number(gte=0.05, lte=60),
-            help="Time between two snapshots of a process.",
-        ),
-    ] = 0.5
-    hang_seconds: Annotated[
-        float,
-        Parameter(
-            group=_LIFE,
-            validator=_SECONDS,
-            help="Seconds without a heartbeat after which a process is killed and started anew.",
-        ),
-    ] = 5.0
-    stall_seconds: Annotated[
-        float,
-        Parameter(
-            group=_LIFE,
-            validator=_SECONDS,
-            help="Seconds without a turn of its main loop after which a process is killed and "
-            "started anew; longer than any step of the engine.",
-        ),
-    ] = 120.0
+    max_waiting: Annotated[int, _ADMISSION, _NOT_NEGATIVE] = 256
+    """HTTP requests that may wait for a worker; one more is answered 429."""
+    retry_after: Annotated[int, _ADMISSION, _AT_LEAST_ONE] = 1
+    """Seconds in Retry-After of a 429 or 503."""
+    routing: Annotated[Routing, _ADMISSION] = "affinity"
+    """affinity: a conversation stays with its worker."""
+    max_migrations: Annotated[int, _ADMISSION, _NOT_NEGATIVE] = 3
+    """How often a request may move to another worker after a loss."""
+    stage_timeout: Annotated[float, _ADMISSION, _ABOVE_ZERO] = 60.0
+    """Seconds that a request may spend at a tokenizer, or wait for a worker whose processes keep
+    dying before they serve (for one that loads: --start-timeout)."""
 
-    engine: Annotated[
-        EngineKind,
-        Parameter(group=_TESTING, help="fake: no model, a deterministic token sequence instead."),
-    ] = "auto"
-    fake_step_ms: Annotated[
-        float,
-        Parameter(
-            group=_TESTING, validator=Number(gte=0), help="Duration of a step of the fake engine."
-        ),
-    ] = 0.0
+    drain_timeout: Annotated[float, _LIFE, _NOT_NEGATIVE] = 30.0
+    """Seconds that running requests get to end when the instance stops."""
+    start_timeout: Annotated[float, _LIFE, _ABOVE_ZERO] = 1800.0
+    """Seconds until the instance must be ready, and a process that is started again; as long
+    requests wait for a worker."""
+    heartbeat_seconds: Annotated[float, _LIFE, _within(0.05, most=60)] = 0.5
+    """Time between two snapshots of a process."""
+    hang_seconds: Annotated[float, _LIFE, _ABOVE_ZERO] = 5.0
+    """Seconds without a heartbeat after which a process is killed and started anew."""
+    stall_seconds: Annotated[float, _LIFE, _ABOVE_ZERO] = 120.0
+    """Seconds without a turn of its main loop after which a process is killed and started anew;
+    longer than any step of the engine."""
+
+    engine: Annotated[EngineKind, _TESTING] = "auto"
+    """fake: no model, a deterministic token sequence instead."""
+    fake_step_ms: Annotated[float, _TESTING, _NOT_NEGATIVE] = 0.0
+    """Duration of a step of the fake engine."""

@@ -17,7 +17,7 @@ from frontend.request_schema.limits import (
     MAX_STOPS,
     ModelLimits,
 )
-from transport.messages.generate import SamplingParams
+from transport.messages.generate import Generate, SamplingParams
 
 INT64 = 2**63
 MAX_BIAS = 100
@@ -26,17 +26,16 @@ MAX_BIAS = 100
 class Common(msgspec.Struct, frozen=True):
     """What every generating request says."""
 
-    sampling: SamplingParams
+    generate: Generate
     stops: StopRule
     n: int
-    priority: int
     stream: bool
     include_usage: bool
     continuous_usage: bool
-    prefix_cache: bool = True
-    """Whether the prefix cache may be read and written."""
-    cache_salt: str = ""
-    """Separates tenants: only equal salts share cached prefixes."""
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.generate.sampling.logprobs >= 0
 
 
 def read_common(fields: Fields, limits: ModelLimits, default_tokens: int, logprobs: int) -> Common:
@@ -52,15 +51,17 @@ def read_common(fields: Fields, limits: ModelLimits, default_tokens: int, logpro
     include_usage, continuous_usage = _read_stream_options(fields, stream)
     sampling = _read_sampling(fields, limits, default_tokens, logprobs)
     return Common(
-        sampling=sampling,
+        generate=Generate(
+            sampling=sampling,
+            priority=fields.integer("priority", -INT64, INT64 - 1) or 0,
+            prefix_cache=fields.boolean("prefix_cache", True),
+            cache_salt=_read_salt(fields),
+        ),
         stops=StopRule(_read_stops(fields), sampling.min_tokens),
         n=fields.integer("n", 1, limits.max_choices) or 1,
-        priority=fields.integer("priority", -INT64, INT64 - 1) or 0,
         stream=stream,
         include_usage=include_usage,
         continuous_usage=continuous_usage,
-        prefix_cache=fields.boolean("prefix_cache", True),
-        cache_salt=_read_salt(fields),
     )
 
 

@@ -8,13 +8,13 @@ import os
 import pkgutil
 import re
 import typing
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 
 import msgspec
 import pytest
-from cyclopts import Parameter
 
+from daemon.cli.main import app
 from daemon.configuration.config import InstanceConfig
 from transport import messages
 from transport.messages.any import AnyMessage
@@ -22,6 +22,7 @@ from transport.messages.base import Message
 
 ROOT = Path(__file__).parents[2]
 DOC = ROOT / "doc"
+OPTIONS = {"--" + field.name.replace("_", "-") for field in fields(InstanceConfig)}
 
 
 def block(page: str, name: str) -> str:
@@ -54,14 +55,17 @@ def message_table() -> str:
 
 
 def option_table() -> str:
-    hints = typing.get_type_hints(InstanceConfig, include_extras=True)
     rows = ["| option | default | |", "|---|---|---|"]
-    for field in fields(InstanceConfig):
-        parameters = [p for p in typing.get_args(hints[field.name]) if isinstance(p, Parameter)]
-        help_text = next((p.help for p in parameters if p.help), "")
-        default = "" if field.default in (None, MISSING) else f"`{field.default}`"
-        option = field.name.replace("_", "-")
-        rows.append(f"| `--{option}` | {default} | {help_text} |".replace("|  |", "| |", 1))
+    for argument in app["serve"].assemble_argument_collection(parse_docstring=True):
+        if argument.name not in OPTIONS:
+            continue
+        default = argument.field_info.default
+        shown = "" if default in (None, argument.field_info.empty) else f"`{default}`"
+        text = " ".join(argument.parameter.help.split())
+        if choices := argument.get_choices():
+            text += f" One of {', '.join(f'`{choice}`' for choice in choices)}."
+        rows.append(f"| `{argument.name}` | {shown} | {text} |".replace("|  |", "| |", 1))
+    assert len(rows) == 2 + len(OPTIONS)
     return "\n".join(rows) + "\n"
 
 

@@ -122,7 +122,7 @@ def test_null_is_absent(name):
     given_null, absent = chat(**{name: None}), chat()
     assert given_null.prompts == absent.prompts
     assert given_null.common.stops == absent.common.stops
-    assert given_null.common.sampling.max_tokens == LIMITS.max_model_len
+    assert given_null.common.generate.sampling.max_tokens == LIMITS.max_model_len
 
 
 def test_values_arrive():
@@ -133,14 +133,14 @@ def test_values_arrive():
         top_logprobs=3, n=2, stream=True, stream_options={"continuous_usage_stats": True},
         ignore_eos=True, min_tokens=2, priority=-3, model="served",
     ).common  # fmt: skip
-    sampling = common.sampling
+    sampling = common.generate.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (7, 0.0, 0.5)
     assert (sampling.top_k, sampling.min_p, sampling.seed) == (0, 0.1, -5)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (1.0, -1.0)
     assert (sampling.repetition_penalty, sampling.logit_bias) == (1.2, ((5, -100.0),))
     assert (sampling.logprobs, sampling.min_tokens, sampling.ignore_eos) == (3, 2, True)
     assert sampling.stop_token_ids == (3,)
-    assert (common.stops, common.n, common.priority) == (StopRule(("a", "b"), 2), 2, -3)
+    assert (common.stops, common.n, common.generate.priority) == (StopRule(("a", "b"), 2), 2, -3)
     assert (common.include_usage, common.continuous_usage) == (False, True)
 
 
@@ -173,19 +173,19 @@ def test_refusals_tell_the_limit_that_holds(fields, message):
 
 
 def test_limits_beyond_the_context_are_cut_to_it_however_large():
-    sampling = completion(max_tokens=10**30, top_k=10**30, min_tokens=4096).common.sampling
+    sampling = completion(max_tokens=10**30, top_k=10**30, min_tokens=4096).common.generate.sampling
     assert (sampling.max_tokens, sampling.top_k) == (LIMITS.max_model_len, LIMITS.vocab_size)
 
 
 def test_seeds_are_drawn_where_none_is_given():
-    assert len({chat().common.sampling.seed for _ in range(5)}) == 5
+    assert len({chat().common.generate.sampling.seed for _ in range(5)}) == 5
 
 
 def test_prompts_of_all_forms():
     kinds = [p.kind for p in completion(prompt=["a", [1, 2]]).prompts]
     assert kinds == ["text", "tokens"]
     assert bytes(completion(prompt=[1, 2]).prompts[0].frame) == b"\1\0\0\0\2\0\0\0"
-    assert completion().common.sampling.max_tokens == 16
+    assert completion().common.generate.sampling.max_tokens == 16
 
 
 @pytest.mark.parametrize(

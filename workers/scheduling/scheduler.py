@@ -4,7 +4,7 @@ A step is a prompt step (chunks of prompts, bounded by a token budget) or a deco
 every running sequence). Prompt steps run at once when nothing decodes; otherwise at most one per
 `prefill_any_interval` decode steps, so that arriving prompts do not stop the streams.
 
-Who goes first is `Sequence.rank`: priority, then arrival. Pages are handed out chunk by chunk. When
+Who goes first is `Sequence.order`: priority, then arrival. Pages are handed out chunk by chunk. When
 they run out, the sequences last in rank lose theirs and are recomputed later (preemption): the first
 in rank always gets on, so nothing starves and nothing deadlocks.
 
@@ -109,8 +109,8 @@ class Scheduler:
         self._pages = IndexPool(engine.num_pages)
         self._slots = IndexPool(engine.max_num_seqs)
         self._sequences: dict[SequenceKey, Sequence] = {}
-        self._waiting: list[Sequence] = []  # sorted by rank
-        self._running: list[Sequence] = []  # sorted by rank
+        self._waiting: list[Sequence] = []  # in `Sequence.order`
+        self._running: list[Sequence] = []  # in `Sequence.order`
         self._launched: deque[_Launched] = deque()
         self._prefixes = prefixes
         self._decodes_since_prompt = prefill_any_interval
@@ -167,7 +167,7 @@ class Scheduler:
         eos = frozenset[int]() if sequence.sampling.ignore_eos else self._eos
         sequence.stop_tokens = eos.union(sequence.sampling.stop_token_ids)
         self._sequences[sequence.key] = sequence
-        insort(self._waiting, sequence, key=lambda other: other.rank)
+        insort(self._waiting, sequence, key=lambda other: other.order)
         if self._prefixes is not None:
             self._prefixes.enqueue(sequence)
 
@@ -284,7 +284,7 @@ class Scheduler:
             batch.waiting.append((sequence, sequence.epoch))
             self._waiting.remove(sequence)
             sequence.status = Status.RUNNING
-            insort(self._running, sequence, key=lambda other: other.rank)
+            insort(self._running, sequence, key=lambda other: other.order)
         return True
 
     def _start_from_prefix(self, sequence: Sequence) -> None:
@@ -326,7 +326,7 @@ class Scheduler:
             for other in self._waiting
             if other.slot is not None and other is not victim
         )
-        below = sum(len(other.pages) for other in self._holders() if other.rank > sequence.rank)
+        below = sum(len(other.pages) for other in self._holders() if other.order > sequence.order)
         room = self._pages.num_free + below - promised
         spare = 1 if self._running else 0
         others = self._slots.num_used - (victim is not None)
@@ -416,8 +416,8 @@ class Scheduler:
 
     def _worst_below(self, sequence: Sequence) -> Sequence | None:
         """The last in rank of those that hold something and come after `sequence`."""
-        below = (other for other in self._holders() if other.rank > sequence.rank)
-        return max(below, key=lambda other: other.rank, default=None)
+        below = (other for other in self._holders() if other.order > sequence.order)
+        return max(below, key=lambda other: other.order, default=None)
 
     def _holders(self) -> list[Sequence]:
         return [s for s in (*self._waiting, *self._running) if s.slot is not None]
@@ -428,7 +428,7 @@ class Scheduler:
         if sequence.status is Status.RUNNING:
             self._running.remove(sequence)
             sequence.status = Status.WAITING
-            insort(self._waiting, sequence, key=lambda other: other.rank)
+            insort(self._waiting, sequence, key=lambda other: other.order)
         if self._prefixes is not None:
             self._prefixes.enqueue(sequence)
         self.counts.preemptions += 1
@@ -467,7 +467,7 @@ class Scheduler:
         self._pages.check_integrity(page for s in live for page in s.pages)
         self._slots.check_integrity(s.slot for s in live if s.slot is not None)
         for queue in (self._waiting, self._running):
-            if [s.rank for s in queue] != sorted(s.rank for s in queue):
+            if [s.order for s in queue] != sorted(s.order for s in queue):
                 raise AssertionError("a queue is out of order")
         for sequence in live:
             if self._pages_for(sequence.num_computed) > len(sequence.pages):

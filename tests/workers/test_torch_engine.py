@@ -24,9 +24,9 @@ from transformers import (
     Qwen3Config,
 )
 
+from hicache.layout import CacheLayout
 from transport.messages.generate import SamplingParams
 from workers.contract import (
-    CacheLayout,
     DecodeRow,
     EngineError,
     ModelLoadError,

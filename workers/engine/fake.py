@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from hicache.copies.row_copy import CpuRowCopier, Done, PendingCopy
 from hicache.copies.runs import IndexArray
+from hicache.layout import CacheLayout
 from hicache.pool.host_pool import HostPool, RowArray
 from workers.contract import (
     PAGE_TOKENS,
-    CacheLayout,
     DecodeRow,
     EngineInfo,
     PromptChunk,
@@ -190,7 +190,7 @@ class FakeStep:
 
 
 class FakeCopies:
-    """Implements `workers.contract.CacheCopies`; a copy is over when its call returns."""
+    """Implements `workers.hicache.copies.cache_copies.CacheCopies`; a copy is over when its call returns."""
 
     def __init__(self, pages: RowArray, rings: TokenArray, window: int, pool: HostPool) -> None:
         self._pages = CpuRowCopier(pages, pool.page_rows)

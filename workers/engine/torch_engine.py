@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from hicache.copies.cache_copies import CacheCopies
 from hicache.copies.copy_choice import CopyChoice
 from hicache.copies.cuda.pools import PinnedPool, open_cuda_row_copier
 from hicache.copies.row_copy import CpuRowCopier, PendingCopy, RowCopier
@@ -20,7 +21,6 @@ from hicache.errors import HostPoolError
 from hicache.pool.host_pool import HostPool
 from workers.attention.paged import PagePool, SegmentedStep
 from workers.contract import (
-    CacheCopies,
     EngineError,
     EngineInfo,
     ModelLoadError,
@@ -150,7 +150,7 @@ class TorchEngine:
 
 
 class PageCopies:
-    """`workers.contract.CacheCopies` of a model that keeps no state beside its pages."""
+    """`hicache.copies.cache_copies.CacheCopies` of a model that keeps no state beside its pages."""
 
     def __init__(self, copier: RowCopier) -> None:
         self._copier = copier

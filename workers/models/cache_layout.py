@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from workers.contract import PAGE_TOKENS, CacheLayout, ModelLoadError, TensorSlice
+from hicache.layout import CacheLayout, TensorSlice
+from workers.contract import PAGE_TOKENS, ModelLoadError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,9 +19,9 @@ from workers.models.deepseek_v41.model.step import StepBuilder
 from workers.sampling.sampler import SampledTokens, Sampler
 
 if TYPE_CHECKING:
+    from hicache.copies.cache_copies import CacheCopies
     from hicache.copies.copy_choice import CopyChoice
     from hicache.pool.host_pool import HostPool
-    from workers.contract import CacheCopies
     from workers.models.deepseek_v41.cache.pools import ServingCaches
     from workers.models.deepseek_v41.engram.lookup import EngramLookup
     from workers.models.deepseek_v41.model.model import DeepseekV41

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hicache.errors import HostPoolError
-from workers.models.cache_layout import PAGE_TOKENS
+from workers.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,21 +9,19 @@ from collections.abc import Callable
 
 from starlette.types import Receive, Scope, Send
 
+from frontend.api.openai_chat import read_chat
+from frontend.api.openai_completions import read_completion
 from frontend.api.replies import StreamedReply, WholeReply
 from frontend.api.reply_format import ChatFormat, CompletionFormat, ReplyFormat, ReplyHead
 from frontend.errors import ApiError
 from frontend.generation.job import Job
+from frontend.generation.request import GenerationRequest, ModelLimits
 from frontend.http.body_limits import read_body
 from frontend.http.call import call_of
 from frontend.http.disconnect import DisconnectWatch
-from frontend.http.json_body import JsonObject, parse_json_object
 from frontend.http.protocol import ABORT
 from frontend.http.reply import send_bytes
 from frontend.http.stream_buffer import StreamBuffer
-from frontend.request_schema.chat import read_chat
-from frontend.request_schema.completions import read_completion
-from frontend.request_schema.limits import ModelLimits
-from frontend.request_schema.prompts import GenerationRequest
 from frontend.services import OpenStream, Services
 
 STREAM_HEADERS = [
@@ -33,9 +31,9 @@ STREAM_HEADERS = [
 ]
 
 
-async def read_object(
+async def receive_body(
     scope: Scope, receive: Receive, services: Services
-) -> tuple[JsonObject, ModelLimits]:
+) -> tuple[bytes, ModelLimits]:
     """The body of a request, once it is clear that requests are taken.
 
     Raises:
@@ -46,7 +44,7 @@ async def read_object(
     services.gate.admit()
     body = await read_body(call.headers, receive, services.body_limits)
     call.is_body_read = True
-    return parse_json_object(body), services.gate.admit()
+    return body, services.gate.admit()
 
 
 class _GenerateEndpoint(ABC):
@@ -54,7 +52,7 @@ class _GenerateEndpoint(ABC):
         self,
         services: Services,
         id_prefix: str,
-        read: Callable[[JsonObject, ModelLimits], GenerationRequest],
+        read: Callable[[bytes, ModelLimits], GenerationRequest],
     ) -> None:
         self._services = services
         self._id_prefix = id_prefix
@@ -65,7 +63,7 @@ class _GenerateEndpoint(ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services = self._services
-        body, limits = await read_object(scope, receive, services)
+        body, limits = await receive_body(scope, receive, services)
         request = self._read(body, limits)
         call = call_of(scope)
         head = ReplyHead(self._id_prefix + call.id, int(time.time()), limits.model_name)

@@ -8,8 +8,8 @@ from typing import Protocol
 from frontend.errors import ApiError
 from frontend.generation.choice_stream import ChoiceStream
 from frontend.generation.logprobs_format import TokenLogprob
+from frontend.generation.request import Prompt
 from frontend.metrics import FrontendMetrics
-from frontend.request_schema.prompts import Prompt
 from transport.ids import RequestId
 from transport.messages.generate import (
     ALL_CHOICES,

@@ -9,10 +9,10 @@ from typing import Protocol
 from frontend.errors import ApiError
 from frontend.generation.choice_stream import ChoiceStream
 from frontend.generation.generation import Generation, Listener, RouterCommands
+from frontend.generation.request import GenerationRequest
 from frontend.generation.text_decoding import TokenTexts
 from frontend.generation.usage import Usage
 from frontend.metrics import FrontendMetrics
-from frontend.request_schema.prompts import GenerationRequest
 from transport.ids import RequestId
 from transport.messages.generate import CancelCause, StageTimes
 from transport.messages.to_router import Submit

@@ -42,7 +42,7 @@ class PrefixReuse:
     def should_wait(self, sequence: Sequence) -> bool:
         """Whether a prompt that is being computed now will leave a longer prefix for this one, and
         has less left to compute than this one would save by it."""
-        return sequence.uses_prefix_cache and self._waits.should_wait(
+        return sequence.generate.prefix_cache and self._waits.should_wait(
             sequence, self._hit_keys(sequence)
         )
 
@@ -50,7 +50,7 @@ class PrefixReuse:
         """The prefix that this sequence can start from; its rows stay until it is released. The
         sequence does not wait any more."""
         self._leave_queue(sequence)
-        if not sequence.uses_prefix_cache:
+        if not sequence.generate.prefix_cache:
             return None
         found = self._cache.lookup(self._hit_keys(sequence), sequence.key[0])
         sequence.matched_tokens = found.matched_tokens
@@ -64,7 +64,7 @@ class PrefixReuse:
 
     def announce(self, sequence: Sequence) -> None:
         """The sequence begins to compute its prompt and will store it."""
-        if sequence.uses_prefix_cache:
+        if sequence.generate.prefix_cache:
             sequence.announcement = self._waits.open(sequence, self._store_keys(sequence))
 
     def choose_checkpoint(self, sequence: Sequence) -> None:
@@ -155,7 +155,7 @@ class PrefixReuse:
     # ---- keys ---------------------------------------------------------------------------------
 
     def _wanted_keys(self, sequence: Sequence) -> tuple[bytes, ...]:
-        if not sequence.uses_prefix_cache:
+        if not sequence.generate.prefix_cache:
             return ()
         keys = self._hit_keys(sequence)  # hashed as it comes, not many at once in a step
         return self._cache.hit_keys(keys) if self._cache.has_states else ()
@@ -171,7 +171,7 @@ class PrefixReuse:
         """Keys of the first `end` tokens; all are hashed once, until the prompt is computed."""
         if sequence.prefix_keys is None:
             tokens = sequence.token_slice(0, sequence.num_tokens)
-            sequence.prefix_keys = self._cache.keys(tokens, sequence.cache_salt)
+            sequence.prefix_keys = self._cache.keys(tokens, sequence.generate.cache_salt)
         if end == sequence.num_tokens:
             return sequence.prefix_keys
         return PromptKeys(end, sequence.prefix_keys.keys[: end // self._cache.page_tokens])

@@ -214,12 +214,9 @@ class Worker:
             frontend=start.frontend,
             prompt=prompt,
             prompt_len=start.prompt_len,
-            sampling=start.sampling,
-            seed=choice_seed(start.sampling.seed, start.index),
-            priority=start.priority,
+            generate=start.generate,
+            seed=choice_seed(start.generate.sampling.seed, start.index),
             arrival=start.arrival,
-            uses_prefix_cache=self._prefixes is not None and start.prefix_cache,
-            cache_salt=start.cache_salt,
         )
         try:
             self._scheduler.add(sequence)

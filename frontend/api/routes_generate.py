@@ -134,9 +134,7 @@ class ChatEndpoint(_GenerateEndpoint):
 
     def _format(self, head: ReplyHead, request: GenerationRequest) -> ReplyFormat:
         common = request.common
-        return ChatFormat(
-            head, self._services.texts, common.include_usage, common.sampling.logprobs >= 0
-        )
+        return ChatFormat(head, self._services.texts, common.include_usage, common.wants_logprobs)
 
 
 class CompletionEndpoint(_GenerateEndpoint):
@@ -153,6 +151,4 @@ class CompletionEndpoint(_GenerateEndpoint):
                 echo = prompt.echo or ""
                 text = echo if isinstance(echo, str) else texts.decode(echo)
                 echoes.extend([text] * common.n)
-        return CompletionFormat(
-            head, texts, common.include_usage, common.sampling.logprobs >= 0, echoes
-        )
+        return CompletionFormat(head, texts, common.include_usage, common.wants_logprobs, echoes)

@@ -11,7 +11,7 @@ from msgspec import Meta
 from frontend.errors import ApiError, bad_request
 from frontend.generation.request import Common, ModelLimits
 from frontend.generation.stop_strings import StopRule
-from transport.messages.generate import SamplingParams
+from transport.messages.generate import Generate, SamplingParams
 
 MAX_TOP_LOGPROBS = 20
 
@@ -96,15 +96,17 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
         sampling = self._sampling(limits, default_tokens, logprobs)
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return Common(
-            sampling=sampling,
+            generate=Generate(
+                sampling=sampling,
+                priority=self.priority or 0,
+                prefix_cache=self.prefix_cache is not False,
+                cache_salt=self.cache_salt or "",
+            ),
             stops=StopRule(tuple(dict.fromkeys(stops)), sampling.min_tokens),
             n=self.n or 1,
-            priority=self.priority or 0,
             stream=self.stream or False,
             include_usage=options.include_usage or False,
             continuous_usage=options.continuous_usage_stats or False,
-            prefix_cache=self.prefix_cache is not False,
-            cache_salt=self.cache_salt or "",
         )
 
     def _sampling(self, limits: ModelLimits, default_tokens: int, logprobs: int) -> SamplingParams:

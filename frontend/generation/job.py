@@ -97,17 +97,14 @@ class Job:
     def _submit(self, generation: Generation) -> Submit:
         common, prompt = self.request.common, generation.prompt
         return Submit(
-            generation.request_id,
-            prompt.kind,
-            common.sampling,
-            self._received_at,
-            common.n,
-            common.priority,
-            self._affinity or prompt.affinity,
-            prompt.add_special_tokens,
-            common.prefix_cache,
-            common.cache_salt,
-            RequestId(self.call_id if len(self.request.prompts) > 1 else ""),
+            request_id=generation.request_id,
+            kind=prompt.kind,
+            generate=common.generate,
+            received_at=self._received_at,
+            n=common.n,
+            affinity=self._affinity or prompt.affinity,
+            add_special_tokens=prompt.add_special_tokens,
+            call=RequestId(self.call_id if len(self.request.prompts) > 1 else ""),
         )
 
     def usage(self) -> Usage:

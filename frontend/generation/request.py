@@ -10,7 +10,7 @@ from frontend.conversation import Conversation
 from frontend.errors import bad_request
 from frontend.generation.stop_strings import StopRule
 from transport.framing import Payload, token_frame
-from transport.messages.generate import PromptKind, SamplingParams
+from transport.messages.generate import Generate, PromptKind
 
 AFFINITY_CHARACTERS = 1024
 """How much of a text's beginning tells its conversation."""
@@ -40,17 +40,16 @@ class Prompt(msgspec.Struct, frozen=True):
 class Common(msgspec.Struct, frozen=True):
     """What every generating request says."""
 
-    sampling: SamplingParams
+    generate: Generate
     stops: StopRule
     n: int
-    priority: int
     stream: bool
     include_usage: bool
     continuous_usage: bool
-    prefix_cache: bool = True
-    """Whether the prefix cache may be read and written."""
-    cache_salt: str = ""
-    """Separates tenants: only equal salts share cached prefixes."""
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.generate.sampling.logprobs >= 0
 
 
 class GenerationRequest(msgspec.Struct, frozen=True):

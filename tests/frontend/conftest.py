@@ -148,7 +148,7 @@ class FakeRouter:
 
     async def _run(self, submit: Submit, payload: bytes) -> None:
         script = self.script(submit, payload)
-        rid, sampling = submit.request_id, submit.sampling
+        rid, sampling = submit.request_id, submit.generate.sampling
         if script.error is not None and script.error_after is None:
             self.deliver(fail(rid, script.error))
             return
@@ -178,7 +178,7 @@ class FakeRouter:
         self.deliver(Finished(rid, StageTimes(now, now, now, now, now), 0))
 
     def _batch(self, submit, step, live, row, finish, started) -> None:
-        top = submit.sampling.logprobs
+        top = submit.generate.sampling.logprobs
         frames = [token_frame(row * len(live))]
         if top >= 0:
             words = [logprob_words(token, self.top_ids[:top]) for _ in live for token in row]

@@ -20,7 +20,7 @@ from hicache.cache.prefix_cache import PrefixCache
 from hicache.pool.host_pool import HostPool, PoolGeometry
 from hicache.pool.segment import create_segment
 from transport.ids import ProcessName, RequestId
-from transport.messages.generate import SamplingParams
+from transport.messages.generate import Generate, SamplingParams
 from workers.contract import Engine
 from workers.engine.settings import EngineSettings
 from workers.engine.torch_engine import create_torch_engine
@@ -99,8 +99,11 @@ class Rank:
                 Sequence(
                     key=(RequestId(name), 0), frontend=ProcessName("frontend/0"),
                     prompt=np.asarray(prompt, np.int32), prompt_len=len(prompt),
-                    sampling=SamplingParams(max_tokens=OUTPUT, temperature=0, ignore_eos=True),
-                    seed=0, arrival=0.0, uses_prefix_cache=with_cache,
+                    generate=Generate(
+                        SamplingParams(OUTPUT, temperature=0, ignore_eos=True),
+                        prefix_cache=with_cache,
+                    ),
+                    seed=0, arrival=0.0,
                 )
             )  # fmt: skip
         while self.turn():

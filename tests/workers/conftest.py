@@ -19,7 +19,7 @@ from hicache.errors import HostPoolError
 from hicache.pool.host_pool import HostPool, PoolGeometry
 from hicache.pool.segment import create_segment
 from transport.ids import ProcessName, RequestId
-from transport.messages.generate import SamplingParams
+from transport.messages.generate import Generate, SamplingParams
 from workers.engine.fake import FakeCopies, FakeEngine, FakeEngineSettings, fake_next_token
 from workers.prefix_reuse import PrefixReuse
 from workers.prefix_transfer import PrefixTransfers
@@ -137,13 +137,15 @@ class Rank:
         self.got: dict[RequestId, list[int]] = {}
         self.cached: dict[RequestId, int] = {}
 
-    def add(self, number: int, prompt: list[int], output: int, **changes) -> Sequence:
-        """Queue request `r<number>`."""
+    def add(
+        self, number: int, prompt: list[int], output: int, prompt_len: int | None = None, **generate
+    ) -> Sequence:
+        """Queue request `r<number>`. `generate`: fields of `Generate`."""
         sequence = Sequence(
             key=(RequestId(f"r{number}"), 0), frontend=ProcessName("frontend/0"),
-            prompt=np.asarray(prompt, np.int32), sampling=SamplingParams(max_tokens=output),
+            prompt=np.asarray(prompt, np.int32), prompt_len=prompt_len or len(prompt),
+            generate=Generate(SamplingParams(max_tokens=output), **generate),
             seed=0, arrival=float(number),
-            **{"prompt_len": len(prompt), "uses_prefix_cache": True, **changes},
         )  # fmt: skip
         self.scheduler.add(sequence)
         return sequence

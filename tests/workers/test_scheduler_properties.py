@@ -14,7 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transport.ids import ProcessName, RequestId
-from transport.messages.generate import FINISH_LENGTH, FINISH_STOP, RUNNING, SamplingParams
+from transport.messages.generate import (
+    FINISH_LENGTH,
+    FINISH_STOP,
+    RUNNING,
+    Generate,
+    SamplingParams,
+)
 from workers.engine.fake import FakeEngine, FakeEngineSettings, fake_next_token
 from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.sequence import Sequence
@@ -42,11 +48,13 @@ def make_sequence(number: int, wanted: Wanted) -> Sequence:
         frontend=ProcessName("frontend/0"),
         prompt=np.asarray(wanted.prompt, dtype=np.int32),
         prompt_len=len(wanted.prompt),
-        sampling=SamplingParams(
-            max_tokens=wanted.max_tokens, ignore_eos=wanted.ignore_eos, min_tokens=wanted.min_tokens
+        generate=Generate(
+            SamplingParams(
+                wanted.max_tokens, ignore_eos=wanted.ignore_eos, min_tokens=wanted.min_tokens
+            ),
+            priority=wanted.priority,
         ),
         seed=0,
-        priority=wanted.priority,
         arrival=float(number),
     )
 

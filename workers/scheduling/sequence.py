@@ -10,7 +10,7 @@ import numpy as np
 from hicache.cache.outcomes import Announcement, Hit
 from hicache.keys import PromptKeys
 from transport.ids import ProcessName, RequestId
-from transport.messages.generate import SamplingParams
+from transport.messages.generate import Generate, SamplingParams
 from workers.contract import TokenArray
 
 SequenceKey = tuple[RequestId, int]
@@ -55,12 +55,9 @@ class Sequence:
     prompt: TokenArray
     """Tokens from the client and, after a migration, those generated elsewhere."""
     prompt_len: int
-    sampling: SamplingParams
+    generate: Generate
     seed: int
-    priority: int = 0
     arrival: float = 0.0
-    uses_prefix_cache: bool = False
-    cache_salt: str = ""
     status: Status = Status.WAITING
     paused: bool = False
     reported: bool = False
@@ -104,9 +101,13 @@ class Sequence:
         self.num_tokens = len(self.prompt)
 
     @property
+    def sampling(self) -> SamplingParams:
+        return self.generate.sampling
+
+    @property
     def order(self) -> tuple[int, float, SequenceKey]:
         """Sort key: who runs first, and who gives way last."""
-        return (self.priority, self.arrival, self.key)
+        return (self.generate.priority, self.arrival, self.key)
 
     @property
     def may_decode(self) -> bool:

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from transport.ids import ProcessName, RequestId
-from transport.messages.generate import RUNNING, SamplingParams
+from transport.messages.generate import RUNNING, Generate, SamplingParams
 from workers.contract import EngineError, PromptChunk, StepPlan
 from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.sequence import Sequence
@@ -25,7 +25,7 @@ def run(engine, prompts, *, chunk, sampling=GREEDY, seeds=None):
             frontend=ProcessName("frontend/0"),
             prompt=np.asarray(ids, np.int32),
             prompt_len=len(ids),
-            sampling=sampling,
+            generate=Generate(sampling),
             seed=i if seeds is None else seeds[i],
             arrival=float(i),
         )

@@ -24,8 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.errors import HostPoolError
-from hicache.pool.segment import GIB, reserve_segment
+from hicache.pool.segment import reserve_segment
 from hicache.pool.slot_headers import HEADER_DTYPE, PAGE_KIND, STATE_KIND, HeaderTable
+from transport.wording import GIB
 
 RowArray = npt.NDArray[np.uint8]
 

@@ -12,11 +12,11 @@ from hicache.copies.cuda.method import (
     Direction,
     PoolPair,
     address_runs,
-    first_line,
     import_package,
 )
 from hicache.copies.runs import RowRuns
 from hicache.errors import HostPoolError
+from transport.wording import first_line
 
 BatchCall = Callable[[list[int], list[int], list[int], int], str]
 """(target addresses, source addresses, sizes in bytes, handle of the stream) -> name of the error, ""

@@ -14,11 +14,11 @@ from hicache.copies.cuda.method import (
     CudaStream,
     Direction,
     PoolPair,
-    first_line,
     single_rows,
 )
 from hicache.copies.runs import RowRuns
 from hicache.errors import HostPoolError
+from transport.wording import first_line
 
 BLOCKS: Final[Mapping[Direction, int]] = {"up": 16, "down": 2}
 """As many as it takes to fill PCIe 5 x16, on an H200. Reads are answered after a microsecond or more, so

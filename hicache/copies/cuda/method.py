@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from hicache.copies.runs import RowRuns
 from hicache.errors import HostPoolError
+from transport.wording import first_line
 
 Direction = Literal["up", "down"]
 """up: from host to device."""
@@ -41,11 +42,6 @@ def import_package(module: str, package: str) -> ModuleType:
         raise CopyMethodMissing(
             f"the package {package} cannot be imported ({first_line(error)})"
         ) from error
-
-
-def first_line(error: Exception) -> str:
-    """What `error` says, in one line."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class CudaEvent(Protocol):

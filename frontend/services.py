@@ -60,7 +60,6 @@ class Services:
         job = Job(
             request, self.router, self.texts, self.metrics, call.id, call.received_at, call.affinity
         )
-        call.job = job
         self.jobs.add(job)
         self.idle.clear()
         return job

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -16,17 +17,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hicache.cache.prefix_cache import PrefixCache
+from hicache.manager.host import HostPrefixCache
 from hicache.pool.host_pool import HostPool, PoolGeometry
 from hicache.pool.segment import create_segment
 from transport.ids import ProcessName, RequestId
 from transport.messages.generate import Generate, SamplingParams
-from workers.contract import Engine
+from transport.telemetry.metrics import MetricSet
+from workers.contract import Engine, LaunchedStep
 from workers.engine.settings import EngineSettings
 from workers.engine.torch_engine import create_torch_engine
 from workers.models.deepseek_v41.model.engine import create_deepseek_v41_engine
-from workers.prefix_reuse import PrefixReuse
-from workers.prefix_transfer import PrefixTransfers
 from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.sequence import Sequence
 
@@ -66,15 +66,11 @@ class Rank:
             layout.fingerprint, layout.page_bytes, host_pages, layout.stored_state_bytes, states
         )
         self.pool = HostPool(fd, geometry, PLENTY)
-        self.cache = PrefixCache(
-            self.pool,
-            page_tokens=layout.page_tokens,
-            replay_tokens=layout.replay_tokens,
-            max_pending_bytes=PLENTY,
-        )
-        self.transfers = PrefixTransfers(self.cache, self.pool, engine.cache_copies(self.pool))
-        reuse = PrefixReuse(self.cache, layout.keep_tokens)
-        self.scheduler = Scheduler(engine.info, 300, 1, reuse)
+        copies = engine.cache_copies(self.pool)
+        manager = HostPrefixCache(self.pool, layout, copies, MetricSet(), PLENTY)
+        self.cache, self.transfers = manager.cache, manager.transfers
+        self.scheduler = Scheduler(engine.info, 300, 1, manager.reuse)
+        self.in_flight: deque[LaunchedStep] = deque()
         self.got: dict[RequestId, list[int]] = {}
         self.hit_tokens = 0
 
@@ -82,12 +78,12 @@ class Rank:
         plan = self.scheduler.plan()
         if plan is not None:
             self.transfers.load(plan.loads)
-            self.engine.launch(plan)
+            self.in_flight.append(self.engine.launch(plan))
             self.transfers.store(plan.stores)
         depth = self.engine.info.pipeline_depth if plan is not None else 0
         if self.scheduler.num_launched > depth:
-            output = self.scheduler.apply(self.engine.collect())
-            self.hit_tokens += sum(sequence.cached_tokens for sequence in output.started)
+            output = self.scheduler.apply(self.in_flight.popleft().collect())
+            self.hit_tokens += sum(sequence.prefix.cached_tokens for sequence in output.started)
             for row in output.rows:
                 self.got.setdefault(row.sequence.key[0], []).append(row.token)
         self.transfers.poll()

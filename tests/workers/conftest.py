@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from hicache.cache.prefix_cache import PrefixCache
 from hicache.errors import HostPoolError
+from hicache.manager.host import HostPrefixCache
 from hicache.pool.host_pool import HostPool, PoolGeometry
 from hicache.pool.segment import create_segment
 from transport.ids import ProcessName, RequestId
 from transport.messages.generate import Generate, SamplingParams
+from transport.telemetry.metrics import MetricSet
+from workers.contract import LaunchedStep
 from workers.engine.fake import FakeCopies, FakeEngine, FakeEngineSettings, fake_next_token
-from workers.prefix_reuse import PrefixReuse
-from workers.prefix_transfer import PrefixTransfers
 from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.sequence import Sequence
 
@@ -121,17 +122,12 @@ class Rank:
             layout.fingerprint, layout.page_bytes, host_pages, layout.stored_state_bytes, states
         )
         self.pool = HostPool(fd, geometry, PLENTY)
-        self.cache = PrefixCache(
-            self.pool,
-            page_tokens=PAGE,
-            replay_tokens=layout.replay_tokens,
-            max_pending_bytes=PLENTY,
-        )
-        copies = self.engine.cache_copies(self.pool)
-        self.copies = LateCopies(copies, delay)
-        self.transfers = PrefixTransfers(self.cache, self.pool, self.copies)
-        reuse = PrefixReuse(self.cache, layout.keep_tokens)
-        self.scheduler = Scheduler(self.engine.info, budget, 2, reuse)
+        self.copies = LateCopies(self.engine.cache_copies(self.pool), delay)
+        manager = HostPrefixCache(self.pool, layout, self.copies, MetricSet(), PLENTY)
+        self.cache, self.transfers = manager.cache, manager.transfers
+        self.prefills = manager.prefills
+        self.scheduler = Scheduler(self.engine.info, budget, 2, manager.reuse)
+        self.in_flight: deque[LaunchedStep] = deque()
         self.depth = depth
         self.window = window
         self.got: dict[RequestId, list[int]] = {}
@@ -178,13 +174,13 @@ class Rank:
         if plan is not None:
             self.transfers.load(plan.loads)
             self.copies.before_overwrite(plan.written_pages())
-            self.engine.launch(plan)
+            self.in_flight.append(self.engine.launch(plan))
             self.transfers.store(plan.stores)
         worked = self.scheduler.num_launched > (self.depth if plan is not None else 0)
         if worked:
-            output = self.scheduler.apply(self.engine.collect())
+            output = self.scheduler.apply(self.in_flight.popleft().collect())
             for sequence in output.started:
-                self.cached[sequence.key[0]] = sequence.cached_tokens
+                self.cached[sequence.key[0]] = sequence.prefix.cached_tokens
             for row in output.rows:
                 self.got.setdefault(row.sequence.key[0], []).append(row.token)
         has_arrived = self.transfers.poll()

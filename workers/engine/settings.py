@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from hicache.copies.copy_choice import CopyChoice
-    from workers.contract import CacheLayout
+    from hicache.layout import CacheLayout
     from workers.settings import Accelerator, KVDType, LoadFormat
 
 

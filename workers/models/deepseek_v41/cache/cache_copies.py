@@ -38,7 +38,7 @@ class StateOwner(Protocol):
 
 
 class DeepseekV41Copies:
-    """See `workers.contract.CacheCopies`. On a GPU the pool is page-locked already."""
+    """See `hicache.copies.cache_copies.CacheCopies`. On a GPU the pool is page-locked already."""
 
     def __init__(self, engine: StateOwner, pool: HostPool, hicache_copy: CopyChoice) -> None:
         """

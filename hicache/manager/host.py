@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from hicache.cache.prefix_cache import PrefixCache
+from hicache.copies.cache_copies import CacheCopies
 from hicache.errors import HostPoolError
+from hicache.layout import CacheLayout
+from hicache.manager.prefills import Prefills
+from hicache.manager.reuse import PrefixReuse
+from hicache.manager.telemetry import PrefixTelemetry
+from hicache.manager.transfers import PrefixTransfers
 from hicache.pool.host_pool import HostPool, PoolGeometry
 from hicache.pool.segment import check_segment
 from transport.messages.cache_report import CacheContent, PrefixMiss, PrefixUse
 from transport.messages.control import CacheAction
 from transport.telemetry.metrics import MetricSet
-from workers.contract import CacheLayout, Engine, EngineError, ModelLoadError
-from workers.engine.host_memory import available_host_memory
-from workers.prefix_reuse import PrefixReuse
-from workers.prefix_telemetry import PrefixTelemetry
-from workers.prefix_transfer import PrefixTransfers
 
 REPORT_SECONDS: Final = 0.5
 """Time between two looks at the whole cache for the metrics."""
@@ -39,24 +41,32 @@ class PoolOrder:
     states: int
 
 
-class PrefixStorage:
-    """Owner of the mapped pool. Made by `open_prefix_storage`."""
+class HostPrefixCache:
+    """One worker's cache manager over a host pool, which it owns. Made by `open_host_prefix_cache`."""
 
     def __init__(
         self,
         pool: HostPool,
-        cache: PrefixCache,
-        transfers: PrefixTransfers,
         layout: CacheLayout,
+        copies: CacheCopies,
         metrics: MetricSet,
+        max_pending_bytes: int = MAX_PENDING_BYTES,
     ) -> None:
+        """Serve what the pool holds already."""
         self._pool = pool
-        self._cache = cache
+        self.cache = PrefixCache(
+            pool,
+            page_tokens=layout.page_tokens,
+            replay_tokens=layout.replay_tokens,
+            max_pending_bytes=max_pending_bytes,
+        )
+        self.prefills = Prefills(self.cache)
+        self.reuse = PrefixReuse(self.cache, self.prefills, layout.keep_tokens)
+        """For the scheduler."""
+        self.transfers = PrefixTransfers(self.cache, self.prefills, pool.geometry, copies)
+        """For whoever launches steps."""
         self._telemetry = PrefixTelemetry(metrics, layout.page_tokens)
         self._report_due = 0.0
-        self.transfers = transfers
-        self.reuse = PrefixReuse(cache, layout.keep_tokens)
-        """For the scheduler."""
 
     def tick(self) -> bool:
         """Finish the copies that have arrived; now and then, bring the metrics up to date. Whether a
@@ -65,12 +75,12 @@ class PrefixStorage:
         now = time.monotonic()
         if now >= self._report_due:
             self._report_due = now + REPORT_SECONDS
-            self._telemetry.update(self._cache.stats(), self.transfers.counts)
+            self._telemetry.update(self.cache.stats(), self.transfers.counts)
         return has_arrived
 
     def carry_out(self, action: CacheAction) -> CacheContent:
         """What the cache holds; with `flush`, it is emptied then."""
-        stats = self._cache.stats()
+        stats = self.cache.stats()
         content = CacheContent(
             enabled=True,
             pages_used=stats.pages_used,
@@ -81,7 +91,7 @@ class PrefixStorage:
             oldest_page_seconds=stats.oldest_page_seconds,
             top_prefixes=[
                 PrefixUse(use.num_tokens, use.hits, use.idle_seconds, use.has_state)
-                for use in self._cache.top_prefixes(SHOWN_PREFIXES)
+                for use in self.cache.top_prefixes(SHOWN_PREFIXES)
             ],
             recent_misses=[
                 PrefixMiss(
@@ -92,11 +102,11 @@ class PrefixStorage:
                     miss.reason,
                     miss.request_id,
                 )
-                for miss in self._cache.recent_misses()[:SHOWN_MISSES]
+                for miss in self.cache.recent_misses()[:SHOWN_MISSES]
             ],
         )
         if action == "flush":
-            self._cache.flush()
+            self.cache.flush()
         return content
 
     def close(self) -> None:
@@ -115,53 +125,53 @@ class PrefixStorage:
         Raises:
             AssertionError: something is wrong.
         """
-        self._cache.check_integrity()
+        self.cache.check_integrity()
 
 
-def check_prefix_storage(order: PoolOrder, layout: CacheLayout) -> PoolGeometry:
-    """The pool that `order` gives for `layout`; told as early as the layout is known, since loading the
+def pool_geometry(order: PoolOrder, layout: CacheLayout, available: int) -> PoolGeometry:
+    """The pool that `order` gives for `layout`; asked as early as the layout is known, since loading the
     weights takes long. Its fingerprint need not be final yet.
 
+    Args:
+        order: what is wanted.
+        layout: of the engine.
+        available: bytes of host memory that can still be had.
+
     Raises:
-        ModelLoadError: the pool cannot be had, or the model's prefixes cannot be reused as it is run.
+        HostPoolError: the pool cannot be had, or the model's prefixes cannot be reused as it is run.
     """
     if layout.state_bytes and not layout.keep_tokens:
-        raise ModelLoadError(
+        raise HostPoolError(
             "The prefix cache needs this model's bounded replay, which --yoco-keep-tokens 0 turns "
             "off: set it to 140, or turn the cache off with --hicache-size-gb 0."
         )
-    try:
-        geometry = PoolGeometry.from_budget(
-            layout.fingerprint,
-            order.page_bytes,
-            layout.page_bytes,
-            layout.stored_state_bytes,
-            order.states,
-        )
-        check_segment(order.fd, geometry.total_bytes, available_host_memory())
-    except HostPoolError as error:
-        raise ModelLoadError(str(error)) from error
+    geometry = PoolGeometry.from_budget(
+        layout.fingerprint,
+        order.page_bytes,
+        layout.page_bytes,
+        layout.stored_state_bytes,
+        order.states,
+    )
+    check_segment(order.fd, geometry.total_bytes, available)
     return geometry
 
 
-def open_prefix_storage(order: PoolOrder, engine: Engine, metrics: MetricSet) -> PrefixStorage:
+def open_host_prefix_cache(
+    order: PoolOrder,
+    layout: CacheLayout,
+    available: int,
+    copies: Callable[[HostPool], CacheCopies],
+    metrics: MetricSet,
+) -> HostPrefixCache:
     """Map this rank's pool and serve what a former worker left in it.
 
+    Args:
+        order, layout, available: as for `pool_geometry`.
+        copies: makes the copies between the engine and the pool.
+        metrics: of the worker.
+
     Raises:
-        ModelLoadError: see `check_prefix_storage`.
+        HostPoolError: the pool cannot be had; `copies` may raise more.
     """
-    layout = engine.info.layout
-    geometry = check_prefix_storage(order, layout)
-    try:
-        pool = HostPool(order.fd, geometry, available_host_memory())
-        copies = engine.cache_copies(pool)
-    except (HostPoolError, EngineError) as error:
-        raise ModelLoadError(str(error)) from error
-    cache = PrefixCache(
-        pool,
-        page_tokens=layout.page_tokens,
-        replay_tokens=layout.replay_tokens,
-        max_pending_bytes=MAX_PENDING_BYTES,
-    )
-    transfers = PrefixTransfers(cache, pool, copies)
-    return PrefixStorage(pool, cache, transfers, layout, metrics)
+    pool = HostPool(order.fd, pool_geometry(order, layout, available), available)
+    return HostPrefixCache(pool, layout, copies(pool), metrics)

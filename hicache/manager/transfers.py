@@ -17,12 +17,15 @@ import numpy as np
 from hicache.cache.index import NO_SLOT
 from hicache.cache.outcomes import Hit
 from hicache.cache.prefix_cache import PrefixCache
+from hicache.copies.cache_copies import CacheCopies
 from hicache.copies.row_copy import PendingCopy
-from hicache.errors import HostPoolError
-from hicache.pool.host_pool import HostPool
-from workers.contract import CacheCopies, EngineError, PrefixLoad, PrefixStore
+from hicache.errors import HostPoolError, PrefixLoadError
+from hicache.manager.prefills import Prefills
+from hicache.manager.step_copies import PrefixLoad, PrefixStore
+from hicache.pool.host_pool import PoolGeometry
 
 Direction = Literal["up", "down"]
+"""As metrics call them: a load goes up, to the device, and a store down."""
 DIRECTIONS: Final[tuple[Direction, ...]] = ("up", "down")
 
 log = logging.getLogger(__name__)
@@ -34,7 +37,7 @@ class TransferCounts:
 
     num_bytes: int = 0
     seconds: float = 0.0
-    """That the bytes travelled, added up; not what they waited for before."""
+    """Sum of the times that copies took, without what they waited for before."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,16 @@ class _Transfer:
 class PrefixTransfers:
     """Owner of the transfers under way between one engine and one host pool."""
 
-    def __init__(self, cache: PrefixCache, pool: HostPool, copies: CacheCopies) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        prefills: Prefills,
+        geometry: PoolGeometry,
+        copies: CacheCopies,
+    ) -> None:
         self._cache = cache
-        self._geometry = pool.geometry
+        self._prefills = prefills
+        self._geometry = geometry
         self._copies: CacheCopies | None = copies
         self._open: deque[_Transfer] = deque()
         self._has_failed = False
@@ -71,7 +81,7 @@ class PrefixTransfers:
         """Start the copies that a plan needs before it is launched.
 
         Raises:
-            EngineError: the device refuses. The plan counts on these rows; the cache is empty now.
+            PrefixLoadError: the device refuses. The cache is empty now.
         """
         assert self._copies is not None
         for load in loads:
@@ -84,7 +94,7 @@ class PrefixTransfers:
                 # The worker that comes next serves what the pool holds: it must not fail on the same
                 # prefix, so that its request is not lost.
                 self._cache.flush()
-                raise EngineError(f"A cached prefix cannot be loaded: {error}") from error
+                raise PrefixLoadError(f"A cached prefix cannot be loaded: {error}") from error
             self._open.append(_Transfer(load.hit, copies, num_bytes))
         self.poll()  # on a CPU, they are over
 
@@ -99,7 +109,7 @@ class PrefixTransfers:
                 copies.extend(_start_store(self._copies, store))
             except HostPoolError as error:
                 is_whole = False
-                self._cache.withdraw(store.announcement)
+                self._prefills.close(store.announcement)
                 self._report(error)
             num_bytes = store.plan.num_bytes
             self._open.append(_Transfer(store, tuple(copies), num_bytes, is_whole))
@@ -129,7 +139,7 @@ class PrefixTransfers:
                     self._cache.abandon(plan)
                 case PrefixStore(plan=plan, announcement=announcement):
                     self._cache.commit(plan)
-                    self._cache.withdraw(announcement)
+                    self._prefills.close(announcement)
                     self._count("down", transfer)
         return len(self._open) < before
 

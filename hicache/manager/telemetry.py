@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hicache.cache.outcomes import MissReason, SkipReason
-from workers.prefix_transfer import DIRECTIONS
+from hicache.manager.transfers import DIRECTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hicache.cache.stats import CacheStats
+    from hicache.manager.transfers import Direction, TransferCounts
     from transport.telemetry.metrics import MetricSet
-    from workers.prefix_transfer import Direction, TransferCounts
 
 
 class PrefixTelemetry:

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from frontend.errors import ApiError, bad_request
-from frontend.generation.request import Common, ModelLimits
+from frontend.generation.request import GenerationRequest, ModelLimits, Prompt
 from frontend.generation.stop_strings import StopRule
 from transport.messages.generate import Generate, SamplingParams
 
@@ -76,9 +76,10 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
     metadata: dict[str, object] | None = None
 
-    def common(self, limits: ModelLimits, default_tokens: int, logprobs: int) -> Common:
-        """All but the prompt. `default_tokens`: `max_tokens` where it is not given. `logprobs` as in
-        `SamplingParams`.
+    def generation(
+        self, prompts: list[Prompt], limits: ModelLimits, default_tokens: int, logprobs: int
+    ) -> GenerationRequest:
+        """`default_tokens`: `max_tokens` where it is not given. `logprobs` as in `SamplingParams`.
 
         Raises:
             ApiError: 400, or 404 for a model that is not served.
@@ -95,7 +96,8 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
             raise bad_request("stream_options is only allowed with stream: true.", "stream_options")
         sampling = self._sampling(limits, default_tokens, logprobs)
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return Common(
+        return GenerationRequest(
+            prompts=prompts,
             generate=Generate(
                 sampling=sampling,
                 priority=self.priority or 0,

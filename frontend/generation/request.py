@@ -37,12 +37,12 @@ class Prompt(msgspec.Struct, frozen=True):
     """What a completion with `echo` repeats: the text, or ids to decode."""
 
 
-class Common(msgspec.Struct, frozen=True):
-    """What every generating request says."""
-
+class GenerationRequest(msgspec.Struct, frozen=True):
+    prompts: list[Prompt]
     generate: Generate
     stops: StopRule
     n: int
+    """Choices of each prompt."""
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -50,14 +50,6 @@ class Common(msgspec.Struct, frozen=True):
     @property
     def wants_logprobs(self) -> bool:
         return self.generate.sampling.logprobs >= 0
-
-
-class GenerationRequest(msgspec.Struct, frozen=True):
-    """A checked request to generate."""
-
-    common: Common
-    prompts: list[Prompt]
-    echo: bool = False
 
 
 def chat_prompt(conversation: Conversation) -> Prompt:

@@ -1,13 +1,15 @@
-"""A host pool and a GPU's pool made ready for copies: page-locked memory, and the best way that there is."""
+"""Copiers for a GPU, made of the ways to copy that this machine has."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Final, cast
+from dataclasses import replace
+from typing import cast
 
 import torch
 
+from hicache.copies.cache_copies import CacheCopies, DeviceCache
 from hicache.copies.copy_choice import CopyChoice
 from hicache.copies.cuda.batch import BatchCopy, find_batch_call, try_batch_call
 from hicache.copies.cuda.compile import CompiledCopyKernel, address_on_device
@@ -17,91 +19,72 @@ from hicache.copies.cuda.method import (
     CopyMethodMissing,
     CudaEvent,
     CudaStream,
-    Direction,
-    PoolPair,
+    RowPair,
 )
-from hicache.copies.cuda.row_copy import CopyStreams, CudaRowCopier, MethodChoice
-from hicache.copies.runs import RowRuns
+from hicache.copies.cuda.page_lock import PageLock
+from hicache.copies.cuda.row_copy import CopyStreams, GpuRowCopier, MethodChoice, TimedCopy
+from hicache.copies.cuda.rows import GpuRows
+from hicache.copies.cuda.single import SingleCopies
+from hicache.copies.rows import HostRows, RowArray
 from hicache.errors import HostPoolError
-from hicache.pool.host_pool import HostPool, RowArray
-
-_REGISTER_FLAGS: Final = 3
-"""cudaHostRegisterPortable | cudaHostRegisterMapped: the kernel reads and writes the pool itself."""
 
 _log = logging.getLogger(__name__)
 
 
-class PinnedPool:
-    """A host pool's memory, page-locked for as long as this object is open."""
+def open_gpu_cache_copies(
+    device: DeviceCache, memory: RowArray, pages: HostRows, states: HostRows, choice: CopyChoice
+) -> CacheCopies:
+    """See `hicache.copies.open.open_cache_copies`."""
+    here = device.pages
+    assert isinstance(here, GpuRows)
+    lock = PageLock(memory)
 
-    def __init__(self, pool: HostPool) -> None:
-        """
-        Raises:
-            HostPoolError: the driver refuses, for example for want of lockable memory.
-        """
-        self._address = int(pool.memory.ctypes.data)
-        self._driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = self._driver.cudaHostRegister(self._address, pool.memory.nbytes, _REGISTER_FLAGS)
-        if int(status) != 0:
-            raise HostPoolError(
-                f"The host prefix cache cannot be page-locked for the GPU (CUDA error {int(status)}): "
-                "raise the limit on locked memory (ulimit -l), or lower --hicache-size-gb."
-            )
+    def close() -> None:
+        torch.cuda.synchronize(here.memory.device)
+        lock.close()
 
-    def close(self) -> None:
-        self._driver.cudaHostUnregister(self._address)
-
-
-class SingleCopies:
-    """See `CopyMethod`. One copy of torch's a run: needs nothing, and takes long to start many."""
-
-    def __init__(self, device_rows: torch.Tensor, host_rows: RowArray) -> None:
-        self._host = torch.from_numpy(host_rows)
-        self._device = device_rows[:, : host_rows.shape[1]]
-
-    def start(self, direction: Direction, runs: RowRuns, stream: CudaStream) -> None:
-        assert isinstance(stream, torch.cuda.Stream)
-        # The engine's pool may have been made in inference mode, and then changes in it only.
-        with torch.inference_mode(), torch.cuda.stream(stream):
-            for first_device, first_host, length in zip(*(r.tolist() for r in runs), strict=True):
-                device = self._device[first_device : first_device + length]
-                host = self._host[first_host : first_host + length]
-                target, source = (device, host) if direction == "up" else (host, device)
-                target.copy_(source, non_blocking=True)
+    try:
+        copier = open_gpu_row_copier(here, pages.page_locked(), choice)
+    except HostPoolError:
+        lock.close()
+        raise
+    return CacheCopies(copier, device.states, states.page_locked(), copy_on_stream, close)
 
 
-def open_cuda_row_copier(
-    device_rows: torch.Tensor, host_rows: RowArray, choice: CopyChoice
-) -> CudaRowCopier:
-    """A copier between two pools; compiles the kernel if that was never done here.
+def copy_on_stream(copy: Callable[[], None]) -> TimedCopy:
+    """A copy that `copy` puts into the current stream."""
+    begun = record_time()
+    copy()
+    return TimedCopy(begun, record_time())
+
+
+def open_gpu_row_copier(here: GpuRows, there: HostRows, choice: CopyChoice) -> GpuRowCopier:
+    """A copier between a GPU and the host; compiles the kernel if that was never done here.
 
     Args:
-        device_rows: uint8, shape [rows, at least the host row's bytes], on the current GPU.
-        host_rows: uint8, shape [slots, bytes], page-locked.
+        here: on the current GPU.
+        there: page-locked, rows as long as those here.
         choice: the way to copy; `auto` makes do with what there is.
 
     Raises:
         HostPoolError: the way that is asked for cannot be had.
     """
-    device = device_rows.device
+    if not there.is_page_locked:
+        raise ValueError("a GPU copies to and from page-locked memory only")
+    device = here.memory.device
     streams = CopyStreams(
         _as_stream(torch.cuda.Stream(device)),  # type: ignore[no-untyped-call]
         _as_stream(torch.cuda.Stream(device)),  # type: ignore[no-untyped-call]
         lambda: _as_stream(torch.cuda.current_stream(device)),
         record_time,
     )
-    pools = PoolPair(
-        device_rows.data_ptr(),
-        device_rows.stride(0),
-        int(host_rows.ctypes.data),
-        host_rows.shape[1],
-    )
+    rows = RowPair(here, there)
     openers: dict[CopyChoice, Callable[[], CopyMethod]] = {
-        "batch": lambda: _open_batch(pools, device, streams.up),
-        "kernel": lambda: _open_kernel(pools, device, streams.up),
+        "batch": lambda: _open_batch(rows, device, streams.load),
+        "kernel": lambda: _open_kernel(rows, device, streams.load),
     }
-    single = SingleCopies(device_rows, host_rows)
-    return CudaRowCopier(choose_methods(choice, openers, single, pools.row_bytes), streams)
+    single = SingleCopies(here, there)
+    return GpuRowCopier(choose_methods(choice, openers, single, rows.row_bytes), streams)
 
 
 def choose_methods(
@@ -151,18 +134,16 @@ def choose_methods(
     )
 
 
-def _open_batch(pools: PoolPair, device: torch.device, stream: CudaStream) -> CopyMethod:
+def _open_batch(rows: RowPair, device: torch.device, stream: CudaStream) -> CopyMethod:
     call = find_batch_call()
     check_copy(device, lambda scratch: try_batch_call(call, scratch, stream))
-    return BatchCopy(pools, call)
+    return BatchCopy(rows, call)
 
 
-def _open_kernel(pools: PoolPair, device: torch.device, stream: CudaStream) -> CopyMethod:
-    on_device = PoolPair(
-        pools.device, pools.device_pitch, address_on_device(pools.host), pools.row_bytes
-    )
+def _open_kernel(rows: RowPair, device: torch.device, stream: CudaStream) -> CopyMethod:
+    there = replace(rows.there, address=address_on_device(rows.there.address))
     kernel = CompiledCopyKernel(device)
-    copy = KernelCopy(on_device, kernel)
+    copy = KernelCopy(RowPair(rows.here, there), kernel)
     check_copy(device, lambda scratch: try_copy_kernel(kernel, scratch, stream))
     return copy
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hicache.copies.cuda.method import CopyMethodMissing
-from hicache.copies.cuda.pools import check_copy, choose_methods
+from hicache.copies.cuda.open import check_copy, choose_methods
 from hicache.errors import HostPoolError
 
 SINGLE, BATCH, KERNEL = object(), object(), object()

@@ -13,8 +13,11 @@ ProcessName = NewType("ProcessName", str)
 ROUTER_NAME: Final = ProcessName("router")
 """There is one router per instance."""
 
-Rank = NewType("Rank", int)
+DpRank = NewType("DpRank", int)
 """Attention-data-parallel rank: the number of a worker."""
+
+NO_RANK: Final = DpRank(-1)
+"""A request that is at no worker."""
 
 
 def process_name(role: str, number: int) -> ProcessName:

@@ -13,6 +13,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from hicache.errors import PrefixLoadError
+from hicache.manager.null import NO_PREFIX_CACHE, PrefixManager
 from transport.child import EXIT_AGAIN, EXIT_FATAL, StopFlag, enter_process
 from transport.links.daemon import (
     DaemonLink,
@@ -24,16 +26,11 @@ from transport.links.daemon import (
 from transport.messages.base import PROTOCOL_VERSION, Hello
 from transport.sockets import DealerSocket, Endpoints
 from transport.telemetry.metrics import MetricSet
-from workers.contract import Engine, EngineError, ModelLoadError
+from workers.contract import PAGE_TOKENS, Engine, EngineError, ModelLoadError
 from workers.daemon_inbox import DaemonInbox
 from workers.engine.fake import FakeEngine, FakeEngineSettings
 from workers.engine.settings import EngineSettings
-from workers.prefix_storage import (
-    PoolOrder,
-    PrefixStorage,
-    check_prefix_storage,
-    open_prefix_storage,
-)
+from workers.prefix_cache import check_cache_layout, open_prefix_manager
 from workers.scheduling.scheduler import Scheduler
 from workers.settings import WorkerSettings
 from workers.worker import Worker, WorkerTelemetry
@@ -76,17 +73,16 @@ def _serve(
 ) -> int:
     link.set_state("loading", "loading the model")
     engine: Engine | None = None
-    prefixes: PrefixStorage | None = None
+    prefixes: PrefixManager = NO_PREFIX_CACHE
     try:
         engine = create_engine(settings, link)
         info = engine.info
         telemetry = WorkerTelemetry(metrics, info, _device_bytes(settings))
-        prefixes = open_prefixes(settings, engine, metrics, link)
+        if settings.hicache_fd is not None:
+            link.set_state("loading", "reserving memory for the prefix cache")
+        prefixes = open_prefix_manager(settings, engine, metrics)
         scheduler = Scheduler(
-            info,
-            settings.max_batched_tokens,
-            settings.prefill_any_interval,
-            prefixes.reuse if prefixes else None,
+            info, settings.max_batched_tokens, settings.prefill_any_interval, prefixes.reuse
         )
         telemetry.update(scheduler)
         worker = Worker(settings.rank, engine, scheduler, dealer, link, telemetry, prefixes)
@@ -102,36 +98,13 @@ def _serve(
     except RouterRefusedError as error:
         link.fatal(str(error))
         return exit_code_of(error)
-    except EngineError:
+    except (EngineError, PrefixLoadError):
         log.exception("the engine failed; the daemon starts this worker anew")
         return EXIT_AGAIN
     finally:
         if engine is not None:
             engine.close()
-        if prefixes is not None:
-            prefixes.close()
-
-
-def open_prefixes(
-    settings: WorkerSettings, engine: Engine, metrics: MetricSet, link: DaemonLink
-) -> PrefixStorage | None:
-    """This rank's prefix cache; None: there is none.
-
-    Raises:
-        ModelLoadError: it cannot be had.
-    """
-    order = pool_order(settings)
-    if order is None:
-        return None
-    link.set_state("loading", "reserving memory for the prefix cache")
-    return open_prefix_storage(order, engine, metrics)
-
-
-def pool_order(settings: WorkerSettings) -> PoolOrder | None:
-    """The pool of this rank's prefix cache; None: there is none."""
-    if settings.hicache_fd is None:
-        return None
-    return PoolOrder(settings.hicache_fd, settings.hicache_bytes, settings.hicache_states)
+        prefixes.close()
 
 
 def create_engine(settings: WorkerSettings, link: DaemonLink) -> Engine:
@@ -144,7 +117,7 @@ def create_engine(settings: WorkerSettings, link: DaemonLink) -> Engine:
         return FakeEngine(
             FakeEngineSettings(
                 vocab_size=FAKE_VOCAB,
-                num_pages=(FAKE_MODEL_LEN // 128) * settings.max_num_seqs,
+                num_pages=(FAKE_MODEL_LEN // PAGE_TOKENS) * settings.max_num_seqs,
                 max_num_seqs=settings.max_num_seqs,
                 max_model_len=settings.max_model_len or FAKE_MODEL_LEN,
                 pipeline_depth=0,
@@ -152,7 +125,6 @@ def create_engine(settings: WorkerSettings, link: DaemonLink) -> Engine:
                 step_seconds=settings.fake_step_seconds,
             )
         )
-    order = pool_order(settings)
     wanted = EngineSettings(
         model_dir=settings.model_dir,
         accelerator=settings.accelerator,
@@ -170,9 +142,8 @@ def create_engine(settings: WorkerSettings, link: DaemonLink) -> Engine:
         keep_tokens=settings.keep_tokens,
         deterministic=settings.deterministic,
         hf_overrides=settings.hf_overrides,
-        stores_prefixes=order is not None,
-        hicache_copy=settings.hicache_copy,
-        check_layout=lambda layout: order and check_prefix_storage(order, layout),
+        stores_prefixes=settings.hicache_fd is not None,
+        check_layout=partial(check_cache_layout, settings),
     )
     # Imported here: the fake engine, and so every protocol test, starts without torch.
     if model_type(settings.model_dir) in DEEPSEEK_V41_TYPES:

@@ -8,6 +8,7 @@ import msgspec
 
 from hicache.copies.copy_choice import CopyChoice
 from transport.child import ProcessSettings
+from transport.ids import DpRank
 
 Accelerator = Literal["cpu", "nvidia"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -20,7 +21,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """Everything that one worker is told."""
 
     process: ProcessSettings
-    rank: int
+    rank: DpRank
     engine: EngineKind
     model_dir: str
     accelerator: Accelerator

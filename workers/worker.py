@@ -11,22 +11,21 @@ import msgspec
 import numpy as np
 import zmq
 
+from hicache.manager.null import NO_PREFIX_CACHE, PrefixManager
 from transport.child import StopFlag
 from transport.framing import BadMessage, read_tokens, token_frame
-from transport.ids import ProcessName, RequestId
+from transport.ids import DpRank, ProcessName, RequestId
 from transport.links.daemon import DaemonLink, RouterRefusedError
 from transport.messages.base import Hello, Message, Refused, Welcome
-from transport.messages.cache_report import CacheContent
 from transport.messages.control import CacheCommand, CommandDone
 from transport.messages.generate import Cancel, ModelInfo, Throttle, TokenBatch
 from transport.messages.to_router import SequenceFailed, WorkerReady
 from transport.messages.to_worker import Start
 from transport.sockets import DealerSocket, Received
 from transport.telemetry.metrics import MetricSet
-from workers.contract import Engine, EngineInfo
+from workers.contract import Engine, EngineInfo, LaunchedStep
 from workers.daemon_inbox import DaemonInbox
 from workers.idle_check import IdleCheck
-from workers.prefix_storage import PrefixStorage
 from workers.sampling.random_seed import choice_seed
 from workers.scheduling.scheduler import Scheduler, StepOutput, TokenRow
 from workers.scheduling.sequence import Sequence
@@ -102,15 +101,14 @@ class Worker:
 
     def __init__(
         self,
-        rank: int,
+        rank: DpRank,
         engine: Engine,
         scheduler: Scheduler,
         dealer: DealerSocket,
         link: DaemonLink,
         telemetry: WorkerTelemetry,
-        prefixes: PrefixStorage | None = None,
+        prefixes: PrefixManager = NO_PREFIX_CACHE,
     ) -> None:
-        """`prefixes`: None, there is no prefix cache."""
         self._rank = rank
         self._engine = engine
         self._scheduler = scheduler
@@ -118,7 +116,8 @@ class Worker:
         self._link = link
         self._telemetry = telemetry
         self._prefixes = prefixes
-        self._launch_times: list[tuple[float, bool]] = []
+        self._in_flight: deque[tuple[LaunchedStep, float, bool]] = deque()
+        """Steps launched and not collected: since when, and whether they are prompt steps."""
         self._unsent: deque[tuple[Message, tuple[memoryview, ...]]] = deque()
         """What the router has not taken yet, in order."""
 
@@ -133,7 +132,7 @@ class Worker:
         poller.register(self._dealer.socket, zmq.POLLIN)
         poller.register(stop.fd, zmq.POLLIN)
         self._send(hello)
-        idle_check = self._make_idle_check()
+        idle_check = IdleCheck([self._scheduler.check_integrity, self._prefixes.check_integrity])
         while not stop.is_set():
             if inbox.router_lost.is_set():
                 inbox.router_lost.clear()
@@ -145,8 +144,7 @@ class Worker:
             while (command := inbox.take_command()) is not None:
                 self._carry_out(command)
             worked = self._step()
-            if self._prefixes is not None and self._prefixes.tick():
-                worked = True
+            worked = self._prefixes.tick() or worked
             self._link.tick()
             if worked:
                 idle_check.busy()
@@ -155,21 +153,14 @@ class Worker:
             if not poller.poll(self._idle_ms(idle_seconds)):
                 idle_check.quiet()
 
-    def _make_idle_check(self) -> IdleCheck:
-        if self._prefixes is None:
-            return IdleCheck([self._scheduler.check_integrity])
-        return IdleCheck([self._scheduler.check_integrity, self._prefixes.check_integrity])
-
     def _carry_out(self, command: CacheCommand) -> None:
-        content = CacheContent(enabled=False)
-        if self._prefixes is not None:
-            content = self._prefixes.carry_out(command.action)
+        content = self._prefixes.carry_out(command.action)
         self._link.post(CommandDone(command.serial), msgspec.json.encode(content))
 
     def _idle_ms(self, idle_seconds: float) -> int:
         """How long to wait for messages: shortly while copies are under way or the router does not
         read, the ends of which wake nobody."""
-        if self._unsent or (self._prefixes is not None and self._prefixes.transfers.num_open):
+        if self._unsent or self._prefixes.transfers.num_open:
             return SHORT_POLL_MS
         return round(min(idle_seconds, IDLE_SECONDS) * 1000)
 
@@ -214,12 +205,9 @@ class Worker:
             frontend=start.frontend,
             prompt=prompt,
             prompt_len=start.prompt_len,
-            sampling=start.sampling,
-            seed=choice_seed(start.sampling.seed, start.index),
-            priority=start.priority,
+            generate=start.generate,
+            seed=choice_seed(start.generate.sampling.seed, start.index),
             arrival=start.arrival,
-            uses_prefix_cache=self._prefixes is not None and start.prefix_cache,
-            cache_salt=start.cache_salt,
         )
         try:
             self._scheduler.add(sequence)
@@ -237,19 +225,18 @@ class Worker:
             return False
         plan = self._scheduler.plan()
         if plan is not None:
-            self._launch_times.append((time.monotonic(), plan.is_prompt))
-            if self._prefixes is not None:
-                self._prefixes.transfers.load(plan.loads)
-            self._engine.launch(plan)
-            if self._prefixes is not None:
-                self._prefixes.transfers.store(plan.stores)
+            launched_at = time.monotonic()
+            self._prefixes.transfers.load(plan.loads, plan.written_pages())
+            step = self._engine.launch(plan)
+            self._in_flight.append((step, launched_at, plan.is_prompt))
+            self._prefixes.transfers.store(plan.stores)
         depth = self._engine.info.pipeline_depth if plan is not None else 0
         if self._scheduler.num_launched <= depth:
             return plan is not None
-        output = self._scheduler.apply(self._engine.collect())
-        launched, is_prompt = self._launch_times.pop(0)
+        step, launched_at, is_prompt = self._in_flight.popleft()
+        output = self._scheduler.apply(step.collect())
         self._send_tokens(output)
-        self._telemetry.observe_step(is_prompt, time.monotonic() - launched)
+        self._telemetry.observe_step(is_prompt, time.monotonic() - launched_at)
         self._telemetry.update(self._scheduler)
         return True
 
@@ -298,7 +285,7 @@ def token_batch(
         counts=[1] * len(rows),
         finish=[row.finish for row in rows],
         logprobs=wanted if with_logprobs else [],
-        started=[(s.key[0], s.key[1], s.cached_tokens, s.prompt_len) for s in started],
+        started=[(s.key[0], s.key[1], s.prefix.cached_tokens, s.prompt_len) for s in started],
     )
     frames = [token_frame([row.token for row in rows])]
     if with_logprobs:

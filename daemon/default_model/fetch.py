@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from daemon.default_model.gguf_conversion import (
     GgufConversionError,
     convert_llama_gguf,
 )
+from transport.cache_directory import cache_directory
 
 DEFAULT_MODEL_NAME: Final = "SmolLM2-135M-Instruct"
 
@@ -52,10 +52,7 @@ class DefaultModelError(RuntimeError):
 
 
 def default_model_path() -> Path:
-    """Where the converted model lives (whether or not it is there yet).
-
-    `DEEPINFER_CACHE_DIR`, else `$XDG_CACHE_HOME/deepinfer`, else `~/.cache/deepinfer`; below it
-    `models/SmolLM2-135M-Instruct`.
+    """Where the converted model lives (whether or not it is there yet): in `models` in the cache directory.
 
     Raises:
         DefaultModelError: no variable is set and the user has no home directory.
@@ -86,14 +83,8 @@ def ensure_default_model(progress: Progress) -> Path:
 
 
 def _cache_base() -> Path:
-    own = os.environ.get("DEEPINFER_CACHE_DIR", "")
-    if own:
-        return Path(own).expanduser().absolute()
-    shared = os.environ.get("XDG_CACHE_HOME", "")
-    if Path(shared).is_absolute():
-        return Path(shared) / "deepinfer"
     try:
-        return Path.home() / ".cache" / "deepinfer"
+        return cache_directory()
     except RuntimeError as error:
         raise DefaultModelError(
             "There is no home directory to keep the default model in: "

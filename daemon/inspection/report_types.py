@@ -9,6 +9,7 @@ from typing import Final
 
 import msgspec
 
+from transport.ids import DpRank
 from transport.messages.cache_report import CacheContent
 from transport.stacks import ThreadStack
 
@@ -89,7 +90,7 @@ class RequestReport(msgspec.Struct, frozen=True):
     request_id: str
     stage: str
     frontend: str
-    rank: int | None
+    rank: DpRank | None
     choices: int
     prompt_tokens: int
     output_tokens: int
@@ -119,7 +120,7 @@ class CacheRow(msgspec.Struct, frozen=True):
     """`cache`: the page pool of one rank and its prefix cache; null while its worker is not up, or
     has no prefix cache."""
 
-    rank: int
+    rank: DpRank
     process: str
     pages_used: int | None
     pages_total: int | None

@@ -25,6 +25,7 @@ from daemon.metrics.exposition import DAEMON_NAME, MetricsExporter, living_pids
 from daemon.supervision.instance_view import InstanceView
 from daemon.supervision.supervisor import Child
 from daemon.system.process_usage import ProcessUsage
+from transport.ids import NO_RANK, DpRank
 from transport.messages.telemetry import RequestRow, Snapshot
 
 
@@ -105,7 +106,7 @@ def cache(view: InstanceView, exporter: MetricsExporter) -> list[CacheRow]:
         hits = totals.counter("prefix_cache_hits", rank)
         rows.append(
             CacheRow(
-                rank=int(rank),
+                rank=DpRank(int(rank)),
                 process=child.name,
                 pages_used=used,
                 pages_total=total,
@@ -240,7 +241,7 @@ def _request_report(row: RequestRow, now: float) -> RequestReport:
         request_id=row.request_id,
         stage=row.stage,
         frontend=row.frontend,
-        rank=None if row.rank < 0 else row.rank,
+        rank=None if row.rank == NO_RANK else row.rank,
         choices=row.choices,
         prompt_tokens=row.prompt_tokens,
         output_tokens=row.output_tokens,

@@ -12,9 +12,9 @@ from typing import Final
 
 from daemon.configuration.config import InstanceConfig
 from daemon.errors import ConfigurationError, DeepInferError
-from daemon.instance.memory_check import GIB
 from hicache.errors import HostPoolError
 from hicache.pool.segment import create_segment
+from transport.wording import GIB
 from workers.engine.host_memory import available_host_memory
 
 GPU_POOL_GIB: Final = 32.0

@@ -18,7 +18,7 @@ from daemon.supervision.child_process import ChildSpec
 from daemon.system.accelerator import detect_accelerator, nvidia_devices, usable_cores
 from frontend.settings import FrontendSettings, SamplingDefaults, TokenizerSettings
 from transport.child import ProcessSettings
-from transport.ids import ROUTER_NAME, ProcessName, process_name
+from transport.ids import ROUTER_NAME, DpRank, ProcessName, process_name
 from transport.messages.base import Role
 from workers.settings import Accelerator, WorkerSettings
 
@@ -85,7 +85,7 @@ def child_specs(plan: InstancePlan, listen_fd: int, pool_fds: Sequence[int]) -> 
     config = plan.config
     return [
         _router(plan),
-        *(_worker(plan, rank, pool_fds[rank : rank + 1]) for rank in range(config.dp)),
+        *(_worker(plan, DpRank(rank), pool_fds[rank : rank + 1]) for rank in range(config.dp)),
         *(_tokenizer(plan, number) for number in range(config.tokenizers)),
         *(_frontend(plan, number, listen_fd) for number in range(config.frontends)),
     ]
@@ -137,7 +137,7 @@ def _router(plan: InstancePlan) -> ChildSpec:
     return _spec(process, settings)
 
 
-def _worker(plan: InstancePlan, rank: int, pool_fds: Sequence[int]) -> ChildSpec:
+def _worker(plan: InstancePlan, rank: DpRank, pool_fds: Sequence[int]) -> ChildSpec:
     config = plan.config
     on_gpu = plan.accelerator == "nvidia"
     threads = 1 if on_gpu else max(usable_cores() // config.dp, 1)

@@ -16,11 +16,11 @@ from daemon.router.metrics import RouterMetrics
 from daemon.router.outbox import Outgoing
 from daemon.router.placement import choose_rank, choose_tokenizer
 from daemon.router.prompt_check import find_problem, fit
-from daemon.router.request import NO_RANK, Choice, Request, Stage
+from daemon.router.request import Choice, Request, Stage
 from daemon.router.roster import Roster
 from daemon.router.settings import RouterSettings
 from transport.framing import Payload, read_tokens
-from transport.ids import ProcessName, RequestId
+from transport.ids import NO_RANK, DpRank, ProcessName, RequestId
 from transport.messages.base import Message
 from transport.messages.generate import (
     ALL_CHOICES,
@@ -92,7 +92,7 @@ class RouterCore:
             self._worker_lost(roster.ranks[peer], now)
         return self._take()
 
-    def _worker_lost(self, rank: int, now: float) -> None:
+    def _worker_lost(self, rank: DpRank, now: float) -> None:
         if self._roster.rank_lost(rank):
             self._tell_model()
         for request in [r for r in self._requests.values() if r.rank == rank]:
@@ -122,16 +122,13 @@ class RouterCore:
             request_id=message.request_id,
             frontend=peer,
             kind=message.kind,
-            sampling=message.sampling,
+            generate=message.generate,
             choices=[Choice() for _ in range(message.n)],
-            priority=message.priority,
             affinity=message.affinity,
             add_special_tokens=message.add_special_tokens,
             prompt_frame=frame,
             received_at=message.received_at,
             call=message.call or message.request_id,
-            prefix_cache=message.prefix_cache,
-            cache_salt=message.cache_salt,
         )
         return self._receive(request, now)
 
@@ -143,9 +140,8 @@ class RouterCore:
             request_id=message.request_id,
             frontend=peer,
             kind=message.kind,
-            sampling=None,
+            generate=None,
             choices=[],
-            priority=0,
             affinity=message.affinity,
             add_special_tokens=message.add_special_tokens,
             prompt_frame=frame,
@@ -232,7 +228,7 @@ class RouterCore:
         return request
 
     def _encoded(self, request: Request, frame: Payload, now: float) -> None:
-        if request.sampling is None:
+        if request.generate is None:
             self._send(request.frontend, Encoded(request.request_id), frame)
             self._close(request)
             return
@@ -244,7 +240,7 @@ class RouterCore:
         if problem is not None:
             self._fail(request, 400, problem.code, problem.message, problem.param)
             return
-        request.sampling = fit(request.sampling, len(prompt), model)
+        request.generate = fit(request.generate, len(prompt), model)
         request.prompt = prompt
         self._enter(request, "queued", now)
         self._to_worker(request)

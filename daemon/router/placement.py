@@ -7,14 +7,14 @@ from hashlib import blake2b
 from typing import TypeVar
 
 from daemon.router.settings import Routing
-from transport.ids import ProcessName
+from transport.ids import DpRank, ProcessName
 
 LOAD_FACTOR = 2.0
 """A rank past this multiple of the others' mean load is left for the least loaded one."""
 LOAD_ALLOWANCE = 4
 """Choices that a rank may be above that whatever the factor: small loads are no skew."""
 
-PlaceT = TypeVar("PlaceT", ProcessName, int)
+PlaceT = TypeVar("PlaceT", ProcessName, DpRank)
 
 
 def least_loaded(loads: Mapping[PlaceT, int]) -> PlaceT:
@@ -36,7 +36,9 @@ def choose_tokenizer(affinity: str, loads: Mapping[ProcessName, int]) -> Process
     return preferred(affinity, loads) if affinity else least_loaded(loads)
 
 
-def choose_rank(routing: Routing, affinity: str, loads: Mapping[int, int]) -> tuple[int, bool]:
+def choose_rank(
+    routing: Routing, affinity: str, loads: Mapping[DpRank, int]
+) -> tuple[DpRank, bool]:
     """Rank for a request, and whether its preferred rank was passed over for being overloaded."""
     if routing == "least-loaded" or not affinity:
         return least_loaded(loads), False

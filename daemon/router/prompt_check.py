@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from transport.messages.generate import ModelInfo, PromptKind, SamplingParams
+from transport.messages.generate import Generate, ModelInfo, PromptKind
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,11 @@ def find_problem(
     return None
 
 
-def fit(sampling: SamplingParams, prompt_len: int, model: ModelInfo) -> SamplingParams:
+def fit(generate: Generate, prompt_len: int, model: ModelInfo) -> Generate:
     """The same with an output limit that fits behind the prompt."""
+    sampling = generate.sampling
     limit = min(sampling.max_tokens, longest(model) - prompt_len)
-    return msgspec.structs.replace(
+    sampling = msgspec.structs.replace(
         sampling, max_tokens=limit, min_tokens=min(sampling.min_tokens, limit)
     )
+    return msgspec.structs.replace(generate, sampling=sampling)

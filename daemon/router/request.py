@@ -9,13 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from transport.framing import Payload, token_frame
-from transport.ids import ProcessName, RequestId
-from transport.messages.generate import PromptKind, SamplingParams, StageTimes
+from transport.ids import NO_RANK, DpRank, ProcessName, RequestId
+from transport.messages.generate import Generate, PromptKind, StageTimes
 from transport.messages.telemetry import RequestRow
 from transport.messages.to_worker import Start
 
 Stage = Literal["received", "tokenizing", "queued", "running", "finished"]
-NO_RANK = -1
 
 
 @dataclass
@@ -36,10 +35,9 @@ class Request:
     request_id: RequestId
     frontend: ProcessName
     kind: PromptKind
-    sampling: SamplingParams | None
+    generate: Generate | None
     """None: encode only, do not run."""
     choices: list[Choice]
-    priority: int
     affinity: str
     add_special_tokens: bool
     prompt_frame: Payload
@@ -47,15 +45,13 @@ class Request:
     received_at: float
     call: RequestId
     """The HTTP request that it belongs to; its own id, unless that has several prompts."""
-    prefix_cache: bool = True
-    cache_salt: str = ""
     stage: Stage = "received"
     stage_since: float = 0.0
     tokenizing_at: float = 0.0
     queued_at: float = 0.0
     running_at: float = 0.0
     tokenizer: ProcessName | None = None
-    rank: int = NO_RANK
+    rank: DpRank = NO_RANK
     prompt: npt.NDArray[np.int32] | None = None
     migrations: int = 0
 
@@ -94,17 +90,14 @@ class Request:
 
     def start(self, index: int) -> Start:
         """What tells a worker to run a choice; `tokens_so_far` is its frame."""
-        assert self.sampling is not None and self.prompt is not None
+        assert self.generate is not None and self.prompt is not None
         return Start(
             request_id=self.request_id,
             index=index,
             frontend=self.frontend,
             prompt_len=len(self.prompt),
-            sampling=self.sampling,
-            priority=self.priority,
+            generate=self.generate,
             arrival=self.received_at,
-            prefix_cache=self.prefix_cache,
-            cache_salt=self.cache_salt,
         )
 
     def row(self) -> RequestRow:

@@ -8,7 +8,7 @@ from typing import Final, Literal
 import msgspec
 
 from daemon.router.settings import RouterSettings
-from transport.ids import ProcessName, process_name
+from transport.ids import DpRank, ProcessName, process_name
 from transport.messages.generate import ModelInfo
 from transport.messages.to_router import WorkerReady
 
@@ -25,15 +25,15 @@ class Roster:
         self.frontends: set[ProcessName] = set()
         self.tokenizers: dict[ProcessName, int] = {}
         """Prompts at each."""
-        self.loads: dict[int, int] = {}
+        self.loads: dict[DpRank, int] = {}
         """Open choices at each rank that is ready."""
-        self.names: dict[int, ProcessName] = {}
+        self.names: dict[DpRank, ProcessName] = {}
         """The process of each rank that is ready."""
-        self.ranks: dict[ProcessName, int] = {}
+        self.ranks: dict[ProcessName, DpRank] = {}
         """The same the other way round."""
         self.model: ModelInfo | None = None
         """What the ranks that are ready serve together; with none left, what the last one served."""
-        self._models: dict[int, ModelInfo] = {}
+        self._models: dict[DpRank, ModelInfo] = {}
         self._stage_seconds = settings.stage_seconds
         self._start_seconds = max(settings.start_seconds, settings.stage_seconds)
         self._expected: dict[Place, list[ProcessName]] = {
@@ -57,7 +57,7 @@ class Roster:
         self._serves(name)
         self._combine_models()
 
-    def rank_lost(self, rank: int) -> bool:
+    def rank_lost(self, rank: DpRank) -> bool:
         """A rank is gone. Whether that changes what is served."""
         del self.ranks[self.names.pop(rank)]
         del self.loads[rank], self._models[rank]

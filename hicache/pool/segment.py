@@ -12,8 +12,8 @@ import resource
 from typing import Final
 
 from hicache.errors import HostPoolError
+from transport.wording import GIB
 
-GIB: Final = 1 << 30
 _RESERVE_STEP: Final = GIB
 """A signal undoes one reserving call, so none may take long."""
 _BLOCK: Final = 512

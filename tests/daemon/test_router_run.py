@@ -27,6 +27,7 @@ from transport.messages.control import PeerLost
 from transport.messages.generate import (
     RUNNING,
     Cancel,
+    Generate,
     ModelInfo,
     RequestFailed,
     SamplingParams,
@@ -122,8 +123,8 @@ def join(monkeypatch, notices) -> Iterator[Callable[[ProcessName, str], Peer]]:
 
 
 def submit(frontend: Peer, name: str, max_tokens: int = 8) -> None:
-    sampling = SamplingParams(max_tokens=max_tokens)
-    frontend.send(Submit(RequestId(name), "tokens", sampling, 0.0), PROMPT)
+    generate = Generate(SamplingParams(max_tokens=max_tokens))
+    frontend.send(Submit(RequestId(name), "tokens", generate, 0.0), PROMPT)
 
 
 def test_a_worker_that_did_not_read_for_a_while_gets_every_start(join):
@@ -133,7 +134,9 @@ def test_a_worker_that_did_not_read_for_a_while_gets_every_start(join):
     for name in names:
         submit(frontend, name)
     # An answer to the last one shows that all have been routed.
-    frontend.send(Submit(RequestId("r0"), "tokens", SamplingParams(max_tokens=1), 0.0), PROMPT)
+    frontend.send(
+        Submit(RequestId("r0"), "tokens", Generate(SamplingParams(max_tokens=1)), 0.0), PROMPT
+    )
     (refused,) = frontend.take(lambda m: isinstance(m, RequestFailed))
     assert refused.code == "duplicate_request_id"
     started = worker.take(lambda m: isinstance(m, Start), REQUESTS)

@@ -16,8 +16,9 @@ import pytest
 import uvicorn
 import zmq
 
+from daemon.cli.check.event_stream import whole_stream
+from frontend.api.app import FrontendApp
 from frontend.gate import Gate
-from frontend.http.app import FrontendApp
 from frontend.http.auth import ApiKeys
 from frontend.http.protocol import with_limits
 from frontend.links.router_client import RouterClient
@@ -148,7 +149,7 @@ class FakeRouter:
 
     async def _run(self, submit: Submit, payload: bytes) -> None:
         script = self.script(submit, payload)
-        rid, sampling = submit.request_id, submit.sampling
+        rid, sampling = submit.request_id, submit.generate.sampling
         if script.error is not None and script.error_after is None:
             self.deliver(fail(rid, script.error))
             return
@@ -178,7 +179,7 @@ class FakeRouter:
         self.deliver(Finished(rid, StageTimes(now, now, now, now, now), 0))
 
     def _batch(self, submit, step, live, row, finish, started) -> None:
-        top = submit.sampling.logprobs
+        top = submit.generate.sampling.logprobs
         frames = [token_frame(row * len(live))]
         if top >= 0:
             words = [logprob_words(token, self.top_ids[:top]) for _ in live for token in row]
@@ -341,10 +342,8 @@ class HttpAnswer:
 
     @property
     def events(self) -> list[dict]:
-        """Events of a stream, without [DONE], whose presence is asserted."""
-        lines = [line[6:] for line in self.body.split(b"\n") if line.startswith(b"data: ")]
-        assert lines[-1] == b"[DONE]"
-        return [json.loads(line) for line in lines[:-1]]
+        """Events of a stream, without the [DONE] that must end it."""
+        return [json.loads(data) for data in whole_stream(self.body)]
 
 
 @pytest.fixture

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from transport.wording import GIB
 from workers.engine import host_memory
 from workers.engine.host_memory import available_host_memory
-
-GIB = 1 << 30
 
 
 @pytest.mark.parametrize("unified", [True, False])

@@ -41,7 +41,7 @@ class Wanted:
         """`done`: tokens that it got elsewhere."""
         rank.add(
             number, [*self.prompt, *done], self.output, prompt_len=len(self.prompt),
-            uses_prefix_cache=self.uses_cache, cache_salt=self.salt,
+            prefix_cache=self.uses_cache, cache_salt=self.salt,
         )  # fmt: skip
 
 
@@ -194,12 +194,12 @@ def test_the_one_that_is_waited_for_may_go_away(make_rank):
 def test_a_request_may_stay_out_of_the_cache(make_rank):
     rank = make_rank(0, 0)
     prompt = [4] * 50
-    rank.add(0, prompt, 1, uses_prefix_cache=False)
+    rank.add(0, prompt, 1, prefix_cache=False)
     rank.run()
     assert rank.cache.stats().pages_used == 0  # it has stored nothing
     rank.add(1, prompt, 1)
     rank.run()
-    rank.add(2, prompt, 1, uses_prefix_cache=False)
+    rank.add(2, prompt, 1, prefix_cache=False)
     rank.add(3, prompt, 1, cache_salt="another tenant")
     rank.add(4, prompt, 1)
     rank.run()
@@ -218,7 +218,7 @@ def test_a_hit_that_was_not_loaded_yet_goes_with_its_sequence(make_rank):
     scheduler._cover = lambda sequence, start, stop: start if start else cover(sequence, 0, stop)
     sequence = rank.add(1, prompt, 1)
     assert scheduler.plan() is None
-    assert sequence.cached_tokens > 0 and rank.cache.stats().pages_pinned > 0
+    assert sequence.prefix.cached_tokens > 0 and rank.cache.stats().pages_pinned > 0
     rank.cancel(1)
     assert rank.cache.stats().pages_pinned == 0
     scheduler._cover = cover
@@ -233,5 +233,5 @@ def test_a_hit_is_loaded_with_the_first_chunk(make_rank):
     rank.run()
     sequence = rank.add(1, prompt, 1)
     (load,) = rank.scheduler.plan().loads
-    assert (load.slot, load.hit.num_tokens) == (sequence.slot, sequence.cached_tokens)
+    assert (load.slot, load.hit.num_tokens) == (sequence.slot, sequence.prefix.cached_tokens)
     assert list(load.pages) == sequence.pages[: load.hit.num_tokens // PAGE]

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
 from transport.ids import ProcessName, RequestId
-from transport.messages.generate import RUNNING, SamplingParams
+from transport.messages.generate import RUNNING, Generate, SamplingParams
 from workers.engine.settings import EngineSettings
 from workers.engine.torch_engine import create_torch_engine
 from workers.scheduling.scheduler import Scheduler
@@ -62,7 +62,7 @@ def run_scheduled(
                 frontend=ProcessName("frontend/0"),
                 prompt=np.asarray(ids, dtype=np.int32),
                 prompt_len=len(ids),
-                sampling=SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True),
+                generate=Generate(SamplingParams(new_tokens, temperature=0.0, ignore_eos=True)),
                 seed=i,
                 arrival=float(i),
             )
@@ -78,8 +78,7 @@ def run_scheduled(
             plan = scheduler.plan()
             if plan is None:
                 continue
-            engine.launch(plan)
-            for row in scheduler.apply(engine.collect()).rows:
+            for row in scheduler.apply(engine.launch(plan).collect()).rows:
                 unfinished -= row.finish != RUNNING
             scheduler.check_integrity()
             if not unfinished:

@@ -12,7 +12,7 @@ from transport.framing import read_tokens, token_frame
 from transport.ids import ROUTER_NAME, ProcessName, RequestId
 from transport.messages.base import Hello, Message, Welcome
 from transport.messages.control import PeerLost
-from transport.messages.generate import RUNNING, SamplingParams, TokenBatch
+from transport.messages.generate import RUNNING, Generate, SamplingParams, TokenBatch
 from transport.messages.to_router import WorkerReady
 from transport.messages.to_worker import Start
 from transport.sockets import Received
@@ -84,8 +84,8 @@ def run(dealer: Dealer, on_turn, inbox: DaemonInbox) -> Scheduler:
 
 
 def start() -> Start:
-    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-    return Start(RequestId("a"), 0, ProcessName("frontend/0"), 3, sampling, 0, 0.0)
+    generate = Generate(SamplingParams(NUM_TOKENS, temperature=0.0, ignore_eos=True))
+    return Start(RequestId("a"), 0, ProcessName("frontend/0"), 3, generate, 0.0)
 
 
 def ended(dealer: Dealer) -> bool:

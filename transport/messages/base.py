@@ -8,7 +8,7 @@ import msgspec
 
 from transport.ids import ProcessName
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 
 
 Role = Literal["daemon", "router", "frontend", "tokenizer", "worker", "client"]

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from transport.ids import ProcessName, RequestId
+from transport.ids import DpRank, ProcessName, RequestId
 from transport.messages.base import Message
 from transport.messages.generate import StageTimes
 from transport.telemetry.values import HistogramValue, QueueStats, SocketStats
@@ -20,7 +20,7 @@ class RequestRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     request_id: RequestId
     stage: str
     frontend: ProcessName
-    rank: int
+    rank: DpRank
     prompt_tokens: int
     output_tokens: int
     choices: int

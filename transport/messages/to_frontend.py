@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transport.ids import RequestId
+from transport.ids import DpRank, RequestId
 from transport.messages.base import Message
 from transport.messages.generate import ModelInfo, StageTimes
 
@@ -18,4 +18,4 @@ class Finished(Message, frozen=True):
 
     request_id: RequestId
     stages: StageTimes
-    rank: int
+    rank: DpRank

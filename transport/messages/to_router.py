@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from transport.ids import RequestId
+from transport.ids import DpRank, RequestId
 from transport.messages.base import Message
-from transport.messages.generate import ModelInfo, PromptKind, SamplingParams
+from transport.messages.generate import Generate, ModelInfo, PromptKind
 
 
 class WorkerReady(Message, frozen=True):
     """A worker has loaded its model and takes sequences."""
 
-    rank: int
+    rank: DpRank
     model: ModelInfo
     max_num_seqs: int
 
@@ -26,25 +26,18 @@ class SequenceFailed(Message, frozen=True):
 
 
 class Submit(Message, frozen=True):
-    """A new request. Frame 0: the prompt — for `chat` a JSON object
-    `{"messages": [...], "tools": [...]|null, "template_kwargs": {...}}`, for `text` UTF-8,
-    for `tokens` int32 ids."""
+    """A new request. Frame 0: the prompt — for `chat` a `Conversation` as JSON,
+    for `text` UTF-8, for `tokens` int32 ids."""
 
     request_id: RequestId
     kind: PromptKind
-    sampling: SamplingParams
+    generate: Generate
     received_at: float
     """CLOCK_MONOTONIC seconds at which the frontend had read the request."""
     n: int = 1
-    priority: int = 0
-    """Lower runs sooner."""
     affinity: str = ""
     """Conversation key: the same value prefers the same tokenizer and rank. Empty: none."""
     add_special_tokens: bool = True
     """For `text`: let the tokenizer add its own begin and end tokens."""
-    prefix_cache: bool = True
-    """Whether the prompt may be taken from the prefix cache and stored in it."""
-    cache_salt: str = ""
-    """Only requests with the same salt share cached prefixes."""
     call: RequestId = RequestId("")
     """The HTTP request, where this is one of its several prompts: `--max-waiting` counts it once."""

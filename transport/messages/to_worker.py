@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transport.ids import ProcessName, RequestId
 from transport.messages.base import Message
-from transport.messages.generate import SamplingParams
+from transport.messages.generate import Generate
 
 
 class Start(Message, frozen=True):
@@ -15,8 +15,6 @@ class Start(Message, frozen=True):
     index: int
     frontend: ProcessName
     prompt_len: int
-    sampling: SamplingParams
-    priority: int
+    generate: Generate
     arrival: float
-    prefix_cache: bool = True
-    cache_salt: str = ""
+    """CLOCK_MONOTONIC seconds at which the frontend had read the request."""

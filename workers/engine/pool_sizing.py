@@ -10,13 +10,13 @@ from typing import Final
 
 import torch
 
+from transport.wording import GIB
 from workers.contract import Engine, EngineError, EngineInfo, ModelLoadError
 from workers.engine.host_memory import available_host_memory
 from workers.engine.memory_plan import host_pool_bytes, pages_for, plan_pool
 from workers.engine.settings import EngineSettings
 from workers.engine.trial_steps import heaviest_steps
 
-_GIB: Final = 1 << 30
 _UNNAMED_LENGTH: Final = 4096
 """Context length where neither the user nor the model's configuration names one."""
 
@@ -115,14 +115,13 @@ def _measure_peak(
     limit = settings.max_batched_tokens
     try:
         for plan in heaviest_steps(info, limit):
-            engine.launch(plan)
-            engine.collect()
+            engine.launch(plan).collect()
     except EngineError as error:
         raise ModelLoadError(
             f"A trial step of {limit} tokens failed; lower --max-batched-tokens or --max-model-len ({error})."
         ) from error
     peak = torch.cuda.max_memory_allocated(device) - before
-    _log.info("The largest step takes %.2f GiB beside weights and KV cache.", peak / _GIB)
+    _log.info("The largest step takes %.2f GiB beside weights and KV cache.", peak / GIB)
     return peak
 
 
@@ -151,6 +150,6 @@ def _too_large(info: EngineInfo, free: int) -> ModelLoadError:
     place = "this machine" if info.device == "cpu" else info.device
     of_states = f" and the states of {info.max_num_seqs} sequences" if states else ""
     return ModelLoadError(
-        f"The KV cache{of_states} would take {_pool_bytes(info) / _GIB:.1f} GiB, but {place} has "
-        f"{free / _GIB:.1f} GiB free: lower --kv-cache-gb, --max-num-seqs or --max-model-len."
+        f"The KV cache{of_states} would take {_pool_bytes(info) / GIB:.1f} GiB, but {place} has "
+        f"{free / GIB:.1f} GiB free: lower --kv-cache-gb, --max-num-seqs or --max-model-len."
     )

@@ -13,9 +13,9 @@ from hicache.copies.cuda.kernel_cache import cached_cubin, kernel_folder
 from hicache.copies.cuda.method import (
     CopyMethodMissing,
     CudaStream,
-    first_line,
     import_package,
 )
+from transport.wording import first_line
 
 KERNEL: Final = "copy_rows"
 _MODULES: Final = ("cuda.core", "cuda.core.experimental")

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
+from transport.wording import first_line
 from workers.attention.paged import ATTENTION_NAME, register
 from workers.contract import ModelLoadError
 
@@ -210,9 +211,3 @@ def _load_weights(
             f"{missing[0]}; the checkpoint is incomplete or of another architecture."
         )
     return model
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, for messages of one sentence."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from transport.wording import first_line
 from workers.contract import ModelLoadError
 from workers.models.cache_layout import LayerShape
-from workers.models.hf.loader import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

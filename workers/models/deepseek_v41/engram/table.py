@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from workers.models.deepseek_v41.config.model_config import ModelConfig
     from workers.models.deepseek_v41.weights.checkpoint import Checkpoint
-    from workers.models.deepseek_v41.weights.safetensors_header import StoredTensor
+    from workers.models.safetensors_header import StoredTensor
 
 _FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PREFETCH_QUEUE: Final = 8

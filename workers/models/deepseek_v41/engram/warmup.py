@@ -19,7 +19,7 @@ from workers.engine.host_memory import available_host_memory
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from workers.models.deepseek_v41.weights.safetensors_header import StoredTensor
+    from workers.models.safetensors_header import StoredTensor
 
 _READ_BYTES: Final = 16 * 1024 * 1024
 _LOG_SECONDS: Final = 30.0

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from workers.models.deepseek_v41.config.model_config import ModelConfig
     from workers.models.deepseek_v41.model.model import DeepseekV41
     from workers.models.deepseek_v41.weights.checkpoint import WeightSource
-    from workers.models.deepseek_v41.weights.safetensors_header import StoredTensor
+    from workers.models.safetensors_header import StoredTensor
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,6 @@ class _Parts:
             info,
             self.device,
             exact=self.settings.deterministic,
-            hicache_copy=self.settings.hicache_copy,
         )
 
 

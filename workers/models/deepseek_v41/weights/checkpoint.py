@@ -12,7 +12,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from workers.contract import ModelLoadError
-from workers.models.deepseek_v41.weights.safetensors_header import StoredTensor, read_header
 from workers.models.deepseek_v41.weights.tensor_table import (
     BYTE_DTYPES,
     EXPERT_NAME,
@@ -23,6 +22,7 @@ from workers.models.deepseek_v41.weights.tensor_table import (
     scale_name,
     stored_shape,
 )
+from workers.models.safetensors_header import StoredTensor, read_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -6,14 +6,9 @@ times its scale is exact in float32 for all of them.
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 
-FP4_GROUP: Final = 32
-"""Input channels of an FP4 expert that share a scale."""
-ROW_GROUP: Final = 32
-"""Channels of an Engram row that share a scale."""
+from workers.models.deepseek_v41.weights.tensor_table import FP4_GROUP, ROW_GROUP
 
 
 def dequantize(

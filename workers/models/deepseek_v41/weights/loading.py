@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 
+from transport.wording import GIB
 from workers.contract import ModelLoadError
 from workers.engine.pool_sizing import free_memory
 from workers.models.deepseek_v41.model.model import DeepseekV41
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from workers.engine.settings import EngineSettings
     from workers.models.deepseek_v41.config.model_config import ModelConfig
     from workers.models.deepseek_v41.weights.checkpoint import WeightSource
-
-_GIB: Final = 1 << 30
 
 
 def load_model(
@@ -56,6 +55,6 @@ def _too_big(settings: EngineSettings, device: torch.device, needed: int, free: 
     if settings.load_format == "dummy":
         advice += ", or cut the model with --hf-overrides '{\"num_hidden_layers\": N}'"
     return (
-        f"The weights of {settings.model_dir} need {needed / _GIB:.1f} GiB on {device}, and some more while "
-        f"they are loaded, but {free / _GIB:.1f} GiB are free there: {advice}."
+        f"The weights of {settings.model_dir} need {needed / GIB:.1f} GiB on {device}, and some more while "
+        f"they are loaded, but {free / GIB:.1f} GiB are free there: {advice}."
     )

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from workers.contract import ModelLoadError
 from workers.models.deepseek_v41.moe.experts import Experts
-from workers.models.deepseek_v41.weights.formats import FP4_GROUP, dequantize
+from workers.models.deepseek_v41.weights.formats import dequantize
 from workers.models.deepseek_v41.weights.tensor_table import (
     EXPERT_NAME,
+    FP4_GROUP,
     expected_tensors,
     is_engram_table,
 )

@@ -226,7 +226,7 @@ class Worker:
         plan = self._scheduler.plan()
         if plan is not None:
             launched_at = time.monotonic()
-            self._prefixes.transfers.load(plan.loads)
+            self._prefixes.transfers.load(plan.loads, plan.written_pages())
             step = self._engine.launch(plan)
             self._in_flight.append((step, launched_at, plan.is_prompt))
             self._prefixes.transfers.store(plan.stores)

@@ -12,7 +12,9 @@ from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from frontend.api.dialect import Dialect
+from frontend.api.openai_chat import read_chat
 from frontend.api.openai_chat_answer import ChatWriter
+from frontend.api.openai_completions import read_completion
 from frontend.api.openai_completions_answer import CompletionWriter
 from frontend.api.routes_generate import GenerateEndpoint
 from frontend.api.routes_status import (
@@ -28,8 +30,6 @@ from frontend.errors import ApiError, ClientGone
 from frontend.http.access_log import log_call, log_refusal
 from frontend.http.call import Call
 from frontend.http.reply import send_error
-from frontend.request_schema.chat import read_chat
-from frontend.request_schema.completions import read_completion
 from frontend.services import Services
 
 OPEN_PATHS = frozenset({"/health", "/ready"})

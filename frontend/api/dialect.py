@@ -10,11 +10,9 @@ import msgspec
 from frontend.errors import ApiError
 from frontend.generation.collected import CollectedChoice
 from frontend.generation.deltas import Delta
+from frontend.generation.request import GenerationRequest, ModelLimits
 from frontend.generation.text_decoding import TokenTexts
 from frontend.generation.usage import Usage
-from frontend.http.json_body import JsonObject
-from frontend.request_schema.limits import ModelLimits
-from frontend.request_schema.prompts import GenerationRequest
 
 
 class AnswerHead(msgspec.Struct, frozen=True):
@@ -43,7 +41,7 @@ class Dialect(msgspec.Struct, frozen=True):
     """What an endpoint needs to serve one API."""
 
     id_prefix: str
-    read: Callable[[JsonObject, ModelLimits], GenerationRequest]
+    read: Callable[[bytes, ModelLimits], GenerationRequest]
     """Raises ApiError (400 or 404), naming the field."""
     writer: Callable[[AnswerHead, GenerationRequest, TokenTexts, Callable[[], Usage]], AnswerWriter]
     """The last argument tells the tokens so far."""

@@ -11,11 +11,11 @@ from frontend.api.dialect import AnswerHead
 from frontend.errors import ApiError
 from frontend.generation.collected import CollectedChoice
 from frontend.generation.deltas import Delta, Text
+from frontend.generation.request import GenerationRequest
 from frontend.generation.text_decoding import TokenTexts
 from frontend.generation.usage import Usage
 from frontend.http.json_body import JsonObject
 from frontend.http.sse import DONE, EventTemplate, event
-from frontend.request_schema.prompts import GenerationRequest
 
 
 class OpenAIWriter(ABC):

@@ -10,10 +10,10 @@ from frontend.api.openai_answer import OpenAIWriter
 from frontend.generation.collected import CollectedChoice
 from frontend.generation.deltas import Delta, Finish, Reasoning, Text, ToolCall
 from frontend.generation.logprobs import TokenLogprob
+from frontend.generation.request import GenerationRequest
 from frontend.generation.text_decoding import TokenTexts
 from frontend.generation.usage import Usage
 from frontend.http.json_body import JsonObject
-from frontend.request_schema.prompts import GenerationRequest
 
 
 class CompletionWriter(OpenAIWriter):

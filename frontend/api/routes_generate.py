@@ -12,14 +12,13 @@ from frontend.api.answers import CollectedAnswer, StreamedAnswer
 from frontend.api.dialect import AnswerHead, AnswerWriter, Dialect
 from frontend.errors import ApiError
 from frontend.generation.job import Job
+from frontend.generation.request import ModelLimits
 from frontend.http.access_log import span
 from frontend.http.body_limits import read_body
 from frontend.http.call import Call, call_of
 from frontend.http.disconnect import DisconnectWatch
-from frontend.http.json_body import JsonObject, parse_json_object
 from frontend.http.reply import send_bytes
 from frontend.http.stream_buffer import StreamBuffer
-from frontend.request_schema.limits import ModelLimits
 from frontend.services import OpenStream, Services
 from transport.messages.generate import StageTimes
 
@@ -30,9 +29,9 @@ STREAM_HEADERS = [
 ]
 
 
-async def read_object(
+async def receive_body(
     scope: Scope, receive: Receive, services: Services
-) -> tuple[JsonObject, ModelLimits]:
+) -> tuple[bytes, ModelLimits]:
     """The body of a request, once it is clear that requests are taken.
 
     Raises:
@@ -43,7 +42,7 @@ async def read_object(
     services.gate.admit()
     body = await read_body(call.headers, receive, services.body_limits)
     call.is_body_read = True
-    return parse_json_object(body), services.gate.admit()
+    return body, services.gate.admit()
 
 
 class GenerateEndpoint:
@@ -55,7 +54,7 @@ class GenerateEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, dialect = self._services, self._dialect
-        body, limits = await read_object(scope, receive, services)
+        body, limits = await receive_body(scope, receive, services)
         request = dialect.read(body, limits)
         call = call_of(scope)
         head = AnswerHead(dialect.id_prefix + call.id, int(time.time()), limits.model_name)

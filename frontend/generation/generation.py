@@ -10,8 +10,8 @@ from frontend.errors import ApiError
 from frontend.generation.choice import Choice
 from frontend.generation.deltas import Delta
 from frontend.generation.logprobs import TokenLogprob
+from frontend.generation.request import Prompt
 from frontend.metrics import FrontendMetrics
-from frontend.request_schema.prompts import Prompt
 from transport.ids import RequestId
 from transport.messages.generate import ALL_CHOICES, RUNNING, CancelCause, StageTimes
 

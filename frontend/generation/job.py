@@ -12,10 +12,10 @@ from frontend.generation.choice import Choice
 from frontend.generation.deltas import DeltaConsumer, FinishReason
 from frontend.generation.generation import Generation, RouterCommands
 from frontend.generation.output_parser import PlainText
+from frontend.generation.request import GenerationRequest
 from frontend.generation.text_decoding import TokenTexts
 from frontend.generation.usage import Usage
 from frontend.metrics import FrontendMetrics
-from frontend.request_schema.prompts import GenerationRequest
 from transport.ids import RequestId
 from transport.messages.generate import CancelCause, StageTimes
 from transport.messages.to_router import Submit

@@ -19,6 +19,7 @@ from hicache.cache.outcomes import Hit
 from hicache.cache.prefix_cache import PrefixCache
 from hicache.copies.cache_copies import CacheCopies
 from hicache.copies.row_copy import PendingCopy
+from hicache.copies.runs import IndexArray
 from hicache.errors import HostPoolError, PrefixLoadError
 from hicache.manager.prefills import Prefills
 from hicache.manager.step_copies import PrefixLoad, PrefixStore
@@ -73,12 +74,15 @@ class PrefixTransfers:
         return len(self._open)
 
     def close(self) -> None:
-        """Let go of the rows. The engine is closed already: nothing is under way any more."""
+        """Let go of the rows. No step is launched any more."""
         self._open.clear()
-        self._copies = None
+        if self._copies is not None:
+            self._copies.close()
+            self._copies = None
 
-    def load(self, loads: Iterable[PrefixLoad]) -> None:
-        """Start the copies that a plan needs before it is launched.
+    def load(self, loads: Iterable[PrefixLoad], written_pages: IndexArray) -> None:
+        """Start the copies that a plan needs before it is launched, and keep the device pages that it will
+        write to apart from stores that are under way.
 
         Raises:
             PrefixLoadError: the device refuses. The cache is empty now.
@@ -96,6 +100,7 @@ class PrefixTransfers:
                 self._cache.flush()
                 raise PrefixLoadError(f"A cached prefix cannot be loaded: {error}") from error
             self._open.append(_Transfer(load.hit, copies, num_bytes))
+        self._copies.before_step(written_pages)
         self.poll()  # on a CPU, they are over
 
     def store(self, stores: Iterable[PrefixStore]) -> None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from hicache.copies.cache_copies import CacheCopies
+from hicache.copies.open import open_cache_copies
 from hicache.errors import HostPoolError
 from hicache.manager.host import HostPrefixCache
 from hicache.pool.host_pool import HostPool, PoolGeometry
@@ -23,7 +25,7 @@ from transport.ids import ProcessName, RequestId
 from transport.messages.generate import Generate, SamplingParams
 from transport.telemetry.metrics import MetricSet
 from workers.contract import LaunchedStep
-from workers.engine.fake import FakeCopies, FakeEngine, FakeEngineSettings, fake_next_token
+from workers.engine.fake import FakeEngine, FakeEngineSettings, fake_next_token
 from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.sequence import Sequence
 
@@ -37,7 +39,7 @@ class LateCopies:
     """Copies that are over only at the `delay`-th question. Pages are stored as late as a GPU may do it:
     when the copy is over, or when a step or a load is about to overwrite them."""
 
-    def __init__(self, copies: FakeCopies, delay: int) -> None:
+    def __init__(self, copies: CacheCopies, delay: int) -> None:
         self._copies = copies
         self._delay = delay
         self._stores: list[tuple[set[int], _Late]] = []
@@ -48,7 +50,7 @@ class LateCopies:
         if call in self.refused:
             raise HostPoolError(f"the device refuses to {call}")
 
-    def before_overwrite(self, pages) -> None:
+    def before_step(self, pages) -> None:
         for stored, late in self._stores:
             if stored & set(pages.tolist()):
                 late.make()
@@ -57,11 +59,11 @@ class LateCopies:
     def close(self) -> None:
         """Let go of the pool, as a worker does that ends amid copies."""
         self._stores.clear()
-        del self._copies
+        self._copies = None
 
     def load_pages(self, pages, host_slots):
         self._ask("load_pages")
-        self.before_overwrite(pages)
+        self.before_step(pages)
         self._copies.load_pages(pages, host_slots)
         return _Late(self._delay)
 
@@ -122,7 +124,11 @@ class Rank:
             layout.fingerprint, layout.page_bytes, host_pages, layout.stored_state_bytes, states
         )
         self.pool = HostPool(fd, geometry, PLENTY)
-        self.copies = LateCopies(self.engine.cache_copies(self.pool), delay)
+        pool = self.pool
+        copies = open_cache_copies(
+            self.engine.device_cache(), pool.memory, pool.pages, pool.states, "auto"
+        )
+        self.copies = LateCopies(copies, delay)
         manager = HostPrefixCache(self.pool, layout, self.copies, MetricSet(), PLENTY)
         self.cache, self.transfers = manager.cache, manager.transfers
         self.prefills = manager.prefills
@@ -172,8 +178,7 @@ class Rank:
         plan = self.scheduler.plan()
         self.scheduler.check_integrity()
         if plan is not None:
-            self.transfers.load(plan.loads)
-            self.copies.before_overwrite(plan.written_pages())
+            self.transfers.load(plan.loads, plan.written_pages())
             self.in_flight.append(self.engine.launch(plan))
             self.transfers.store(plan.stores)
         worked = self.scheduler.num_launched > (self.depth if plan is not None else 0)
@@ -195,7 +200,6 @@ class Rank:
 
     def close(self) -> None:
         self.transfers.close()
-        self.copies.close()
         self.pool.close()
 
     def check_rest(self) -> None:

@@ -14,10 +14,10 @@ from frontend.errors import ApiError
 from frontend.generation.choice import Choice
 from frontend.generation.deltas import Finish, Reasoning, Text, ToolCall
 from frontend.generation.logprobs import TokenLogprob
+from frontend.generation.request import ModelLimits
 from frontend.generation.stop_strings import StopRule
 from frontend.generation.usage import Usage
 from frontend.http.stream_buffer import StreamBuffer
-from frontend.request_schema.limits import ModelLimits
 from transport.messages.generate import FINISH_LENGTH, FINISH_STOP, RUNNING
 
 LIMITS = ModelLimits("m", 300, 4096, 8)
@@ -62,7 +62,7 @@ class Texts:
 
 
 def writer(dialect, **fields):
-    request = dialect.read({**BODIES[dialect], **fields}, LIMITS)
+    request = dialect.read(json.dumps({**BODIES[dialect], **fields}).encode(), LIMITS)
     return dialect.writer(AnswerHead("id-1", 7, "m"), request, Texts(), lambda: Usage(3, 2, 5))
 
 

@@ -9,6 +9,7 @@ import msgspec
 from frontend.conversation import Conversation
 from frontend.errors import bad_request
 from frontend.generation.stop_strings import StopRule
+from frontend.settings import SamplingDefaults
 from transport.framing import Payload, token_frame
 from transport.messages.generate import Generate, PromptKind
 
@@ -24,6 +25,7 @@ class ModelLimits(msgspec.Struct, frozen=True):
     vocab_size: int
     max_model_len: int
     max_choices: int
+    sampling: SamplingDefaults = SamplingDefaults()
 
 
 class Prompt(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@ from frontend.errors import ApiError
 from frontend.generation.request import ModelLimits
 from frontend.generation.stop_strings import StopRule
 from frontend.http.json_body import decode_body
+from frontend.settings import SamplingDefaults
 
 LIMITS = ModelLimits("served", 1000, 4096, 8)
 USER = {"role": "user", "content": "Hi"}
@@ -149,6 +150,28 @@ def test_values_arrive():
     assert sampling.stop_token_ids == (3,)
     assert (request.stops, request.n, request.generate.priority) == (StopRule(("a", "b"), 2), 2, -3)
     assert (request.include_usage, request.continuous_usage) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("read", "prompt"), [(read_chat, {"messages": [USER]}), (read_completion, {"prompt": "Hi"})]
+)
+def test_the_models_sampling_holds_where_a_request_does_not_say(read, prompt):
+    def chosen(**fields) -> tuple[float, ...]:
+        sampling = read(as_body(fields, **prompt), limits).generate.sampling
+        return (
+            sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p,
+            sampling.repetition_penalty,
+        )  # fmt: skip
+
+    limits = ModelLimits("served", 1000, 4096, 8, SamplingDefaults(0.2, 0.9, 40, 0.1, 1.3))
+    assert chosen() == (0.2, 0.9, 40, 0.1, 1.3)
+    assert chosen(temperature=None, top_k=None) == (0.2, 0.9, 40, 0.1, 1.3)
+    assert chosen(temperature=0) == (0.0, 0.9, 40, 0.1, 1.3)
+    given = dict(temperature=1, top_p=1, top_k=0, min_p=0, repetition_penalty=1)
+    assert chosen(**given) == (1.0, 1.0, 0, 0.0, 1.0)
+    assert chosen(top_k=-1) == (0.2, 0.9, 0, 0.1, 1.3)
+    limits = ModelLimits("served", 1000, 4096, 8, SamplingDefaults(top_k=5000))
+    assert chosen() == (1.0, 1.0, 1000, 0.0, 1.0)
 
 
 @pytest.mark.parametrize(

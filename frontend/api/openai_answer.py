@@ -31,13 +31,12 @@ class OpenAIWriter(ABC):
         texts: TokenTexts,
         usage: Callable[[], Usage],
     ) -> None:
-        common = request.common
         self._head = head
         self._texts = texts
         self._usage = usage
-        self._with_logprobs = common.wants_logprobs
-        self._include_usage = common.include_usage
-        self._continuous_usage = common.continuous_usage
+        self._with_logprobs = request.wants_logprobs
+        self._include_usage = request.include_usage
+        self._continuous_usage = request.continuous_usage
         self._templates: dict[int, EventTemplate] = {}
         """Events of text without logprobs and usage, of the choices that have begun."""
 

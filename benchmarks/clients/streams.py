@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from daemon.cli.check.event_stream import DATA, DONE
+
 CHAT = "/v1/chat/completions"
-EVENT = b"data: "
-DONE = b"data: [DONE]"
 CONTENT = b'"content":"'
 ROLE_ONLY = b'"role":"assistant","content":""'
 
@@ -34,10 +34,10 @@ class OpenStream:
         # An event may be cut anywhere: count up to the last line end, keep the rest.
         cut = data.rfind(b"\n") + 1
         whole, self._tail = data[:cut], data[cut:]
-        count = whole.count(EVENT)
+        count = whole.count(DATA)
         if not self.first_content_at and whole.count(CONTENT) > whole.count(ROLE_ONLY):
             self.first_content_at = now
-        self.done = self.done or DONE in whole
+        self.done = self.done or DATA + DONE in whole
         self.events += count
         return count
 

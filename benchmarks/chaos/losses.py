@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import msgspec
 
-from benchmarks.chaos_causes import Loss
-from benchmarks.chaos_requests import Asked, ask, get_status
+from benchmarks.chaos.causes import Loss
+from benchmarks.clients.requests import Asked, ask, get_status
 from daemon.errors import DeepInferError
 from daemon.inspection.inspection_client import InspectionClient
 

@@ -9,8 +9,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.chaos_causes import Failure, Loss
-from benchmarks.chaos_clients import Tally
+from benchmarks.chaos.causes import Loss
+from benchmarks.chaos.clients import Tally
+from benchmarks.clients.requests import Failure
 
 
 class Spread(msgspec.Struct, frozen=True):

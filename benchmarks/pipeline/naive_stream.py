@@ -1,8 +1,8 @@
 """The baseline of the streaming benchmark: what a server does that sends one chunk per token.
 
 No engine, no ZMQ, no detokenizer: a Starlette StreamingResponse whose generator serialises each
-chunk with `json.dumps` and yields it. `python -m benchmarks.naive_stream PORT [STEP_SECONDS]`: with a
-step time, every stream yields one chunk a step, all streams at the same moments.
+chunk with `json.dumps` and yields it. `python -m benchmarks.pipeline.naive_stream PORT [STEP_SECONDS]`:
+with a step time, every stream yields one chunk a step, all streams at the same moments.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from daemon.cli.check.event_stream import BrokenStream, event_data
+
 WORDS: Final = ("hello", "the", "rain", "tea", "night", "é", "한", "🙂", "seven", "lamp", "or", "?")
 LENGTHS: Final = (8, 40, 120, 240, 400)
 CHAT: Final = "/v1/chat/completions"
@@ -62,6 +64,26 @@ class Answer:
             index in whole.choices and whole.choices[index].text.startswith(choice.text)
             for index, choice in self.choices.items()
         )
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A request that was not answered as asked."""
+
+    asked: Asked
+    answer: Answer
+    began: float
+    ended: float
+
+    @property
+    def kind(self) -> str:
+        """A word for it."""
+        answer = self.answer
+        if answer.timed_out:
+            return "no answer in time"
+        if answer.error is None:
+            return "connection lost" if answer.status else "connection lost before the head"
+        return f"{'event' if answer.status == 200 else answer.status} {answer.error}"
 
 
 def make_requests(seed: int, count: int) -> list[Asked]:
@@ -192,11 +214,11 @@ def _join_chunks(data: bytes) -> tuple[bytes, bool]:
 
 def _read_events(body: bytes, answer: Answer) -> None:
     # What follows the last line end is cut.
-    for line in body.split(b"\n")[:-1]:
-        if line.startswith(b"data: [DONE]"):
-            answer.complete = answer.error is None
-        elif line.startswith(b"data: "):
-            _read_event(json.loads(line[6:]), answer)
+    lines = body.split(b"\n")[:-1]
+    with contextlib.suppress(BrokenStream):
+        for data in event_data(lines):
+            _read_event(json.loads(data), answer)
+        answer.complete = answer.error is None
 
 
 def _read_event(event: dict[str, Any], answer: Answer) -> None:

@@ -1,4 +1,4 @@
-"""Agents replayed with the prefix cache and without: `python -m benchmarks.agent_replay`.
+"""Agents replayed with the prefix cache and without: `python -m benchmarks.agent`.
 
 A trace is made up from a seed: sessions that begin one after the other, each a conversation of several
 turns over one shared system prompt, with times to think (a tool that runs) between them. What the
@@ -24,9 +24,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.agent_trace import TraceSession, TraceShape, make_trace
-from benchmarks.prefix_ttft import ServeOptions, served_options
-from benchmarks.servers import instance
+from benchmarks.agent.trace import TraceSession, TraceShape, make_trace
+from benchmarks.servers import ServeOptions, instance, served_options
 from daemon.cli.check.api_client import CHAT, ApiClient, RequestFailed
 from daemon.cli.check.sample_text import SampleText
 

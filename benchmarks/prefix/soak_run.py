@@ -18,9 +18,8 @@ import msgspec
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.chaos_causes import Failure
-from benchmarks.chaos_requests import Answer, Asked, ask
-from benchmarks.prefix_turns import KnownTurn, KnownTurns
+from benchmarks.clients.requests import Answer, Asked, Failure, ask
+from benchmarks.prefix.turns import KnownTurn, KnownTurns
 from daemon.cli.check.api_client import ApiClient
 from daemon.inspection.inspection_client import InspectionClient
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from benchmarks.chaos_requests import CHAT, Asked
+from benchmarks.clients.requests import CHAT, Asked
 from daemon.cli.check.api_client import ApiClient
 from daemon.cli.check.sample_text import WORDS
 

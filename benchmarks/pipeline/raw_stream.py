@@ -2,7 +2,7 @@
 
 Ready-made bytes of the same length as our events go round all open connections, one system call
 each, at a pace that the client keeps up with. No HTTP but what the client needs to begin.
-`python -m benchmarks.raw_stream PORT`.
+`python -m benchmarks.pipeline.raw_stream PORT`.
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Final
 
-from benchmarks.chaos_causes import Failure
-from benchmarks.chaos_losses import Chaos
-from benchmarks.chaos_requests import Answer, Asked, ask, with_stop
+from benchmarks.chaos.losses import Chaos
+from benchmarks.clients.requests import Answer, Asked, Failure, ask, with_stop
 
 RETRY_SECONDS: Final = 0.3
 LEAVING: Final = 0.12

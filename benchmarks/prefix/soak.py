@@ -1,4 +1,4 @@
-"""Random turns without end, while workers are killed: `python -m benchmarks.prefix_soak`.
+"""Random turns without end, while workers are killed: `python -m benchmarks.prefix.soak`.
 
 Conversations that share beginnings are made up and answered once with `"prefix_cache": false`. Then
 clients ask their turns in random order through a pool that holds part of them, and every answer is
@@ -24,20 +24,19 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.chaos import end_daemon
-from benchmarks.chaos_leaks import SHARED_MEMORY, held_when_idle, left_after_end
-from benchmarks.prefix_soak_run import (
+from benchmarks.leaks import SHARED_MEMORY, held_when_idle, left_after_end
+from benchmarks.prefix.soak_run import (
     PROGRESS_SECONDS,
     Clients,
     Instance,
     Killer,
     MemoryWatch,
 )
-from benchmarks.prefix_turns import KnownTurns, TurnMaker, model_length
-from benchmarks.servers import free_port, started
+from benchmarks.prefix.turns import KnownTurns, TurnMaker, model_length
+from benchmarks.servers import end_daemon, free_port, started
 from daemon.cli.check.api_client import ApiClient
 
-TINY: Final = Path(__file__).parents[1] / "tests/data/v41_tiny"
+TINY: Final = Path(__file__).parents[2] / "tests/data/v41_tiny"
 OPTIONS: Final[dict[str, object]] = {
     "accelerator": "cpu", "dtype": "float32", "max_migrations": 100, "log_level": "warning",
 }  # fmt: skip

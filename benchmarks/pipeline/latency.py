@@ -15,8 +15,8 @@ import statistics
 import time
 from dataclasses import dataclass
 
+from benchmarks.clients.streams import OpenStream, StreamPool
 from benchmarks.servers import Served
-from benchmarks.sse_client import OpenStream, StreamPool
 
 STREAMS = 256
 STEP_SECONDS = 0.020

@@ -115,9 +115,9 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     def _sampling(self, limits: ModelLimits, default_tokens: int, logprobs: int) -> SamplingParams:
         max_tokens, min_tokens = self._token_limits(limits.max_model_len, default_tokens)
         check_ids(self.stop_token_ids or [], "stop_token_ids", limits)
-        check_ids(list(self.logit_bias or {}), "logit_bias", limits)
         default = limits.sampling
         top_k = default.top_k if self.top_k is None else self.top_k
+        check_ids(list(self.logit_bias or {}), "logit_bias", limits)
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=default.temperature if self.temperature is None else self.temperature,

@@ -61,15 +61,15 @@ class LateCopies:
         self._stores.clear()
         self._copies = None
 
-    def load_pages(self, pages, host_slots):
+    def load_pages(self, pages, host_pages):
         self._ask("load_pages")
         self.before_step(pages)
-        self._copies.load_pages(pages, host_slots)
+        self._copies.load_pages(pages, host_pages)
         return _Late(self._delay)
 
-    def store_pages(self, pages, host_slots):
+    def store_pages(self, pages, host_pages):
         self._ask("store_pages")
-        late = _Late(self._delay, lambda: self._copies.store_pages(pages, host_slots))
+        late = _Late(self._delay, lambda: self._copies.store_pages(pages, host_pages))
         self._stores.append((set(pages.tolist()), late))
         return late
 

@@ -288,7 +288,7 @@ def _end_leftover_children(path: Path) -> None:
             continue
         try:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            if not _exited(pidfd, _LEFTOVER_SECONDS):
+            if not has_ended(pidfd, _LEFTOVER_SECONDS):
                 raise DeepInferError(
                     f"Process {pid}, left over from a killed daemon, does not end: "
                     "wait for it or restart the machine."
@@ -299,7 +299,8 @@ def _end_leftover_children(path: Path) -> None:
             os.close(pidfd)
 
 
-def _exited(pidfd: int, seconds: float) -> bool:
+def has_ended(pidfd: int, seconds: float) -> bool:
+    """Whether the process has ended, after waiting at most `seconds` for it."""
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
     return bool(poller.poll(seconds * 1000))

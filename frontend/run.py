@@ -15,10 +15,10 @@ import uvicorn
 import uvloop
 import zmq
 
+from frontend.api.app import FrontendApp
 from frontend.errors import ApiError
 from frontend.gate import Gate
 from frontend.generation.text_decoding import TokenTexts
-from frontend.http.app import FrontendApp
 from frontend.http.auth import ApiKeys, ApiKeysError
 from frontend.http.protocol import with_limits
 from frontend.links.daemon_client import DaemonClient

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import zmq
 
@@ -27,6 +28,13 @@ COPY_BELOW_BYTES = 65_536
 IPC_PATH_MAX_BYTES = 107
 
 
+ROUTER_SOCKET: Final = "router.sock"
+CONTROL_SOCKET: Final = "control.sock"
+TELEMETRY_SOCKET: Final = "telemetry.sock"
+TAP_SOCKET: Final = "tap.sock"
+SOCKET_FILES: Final = (ROUTER_SOCKET, CONTROL_SOCKET, TELEMETRY_SOCKET, TAP_SOCKET)
+
+
 @dataclass(frozen=True)
 class Endpoints:
     """The socket addresses of one instance, all derived from its run directory."""
@@ -39,27 +47,26 @@ class Endpoints:
     @property
     def router(self) -> str:
         """Requests and tokens; bound by the router."""
-        return self._address("router.sock")
+        return self._address(ROUTER_SOCKET)
 
     @property
     def control(self) -> str:
         """Hello, commands and inspection; bound by the daemon."""
-        return self._address("control.sock")
+        return self._address(CONTROL_SOCKET)
 
     @property
     def telemetry(self) -> str:
         """Snapshots, PUB to SUB; bound by the daemon."""
-        return self._address("telemetry.sock")
+        return self._address(TELEMETRY_SOCKET)
 
     @property
     def tap(self) -> str:
         """What passes the router, XPUB to SUB; bound by the router."""
-        return self._address("tap.sock")
+        return self._address(TAP_SOCKET)
 
     def path_problem(self) -> str | None:
         """Why these addresses cannot be bound, or None. The kernel bounds the length of a path."""
-        addresses = (self.router, self.control, self.telemetry, self.tap)
-        longest = max(addresses, key=len).removeprefix("ipc://")
+        longest = os.path.join(self.run_dir, max(SOCKET_FILES, key=len))
         length = len(os.fsencode(longest))
         if length <= IPC_PATH_MAX_BYTES:
             return None

@@ -8,16 +8,16 @@ A *slot* is a row of the engine's per-sequence tables (and, for models with stat
 pool), 0 <= slot < `EngineInfo.max_num_seqs`. A *page* is a row of the page pool that holds the KV
 of `CacheLayout.page_tokens` consecutive tokens for all layers, 0 <= page < `num_pages`.
 
-Order of calls, for each step: `launch(plan)`, later `collect()`, which returns the results of the
-oldest launched step that has not been collected. At most `EngineInfo.pipeline_depth + 1` steps may be
-launched and not collected. With depth 1 the scheduler launches step n+1 before it knows the tokens of
-step n: the engine takes the input token of a decode from its own per-slot table.
+`launch(plan)` starts a step and returns it; `collect()` of that step waits for its tokens. Steps are
+collected in the order of their launch, and at most `EngineInfo.pipeline_depth + 1` may be launched and
+not collected; whoever launches them keeps the queue. With depth 1 the scheduler launches step n+1 before
+it knows the tokens of step n: the engine takes the input token of a decode from its own per-slot table.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,9 @@ from hicache.pool.host_pool import HostPool
 from transport.messages.generate import SamplingParams
 
 TokenArray = npt.NDArray[np.int32]
+
+PAGE_TOKENS: Final = 128
+"""Tokens to a page of every served model. Tests of the scheduler use smaller pages."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,8 @@ class DecodeRow(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One prompt step or one decode step; exactly one of the two lists is non-empty."""
+    """A prompt step, a decode step or, with both lists empty, a placeholder that computes nothing and
+    yields no tokens."""
 
     step: int
     prompts: tuple[PromptChunk, ...] = ()
@@ -130,6 +134,23 @@ class StepResult:
     """By index into `tokens`; only for slots whose sampling asks for logprobs."""
 
 
+class LaunchedStep(Protocol):
+    """A step under way. Whoever launched it collects it once, after all that were launched before."""
+
+    def is_done(self) -> bool:
+        """Whether `collect` would return at once. Never waits."""
+        ...
+
+    def collect(self) -> StepResult:
+        """Wait for the step and return its tokens.
+
+        Raises:
+            EngineError: the device failed, and the engine must not be used any more; or the step was
+                collected before.
+        """
+        ...
+
+
 class Engine(Protocol):
     """A model on a device. Not thread-safe: one thread drives it."""
 
@@ -138,15 +159,11 @@ class Engine(Protocol):
         """What this engine offers; constant."""
         ...
 
-    def launch(self, plan: StepPlan) -> None:
-        """Start a step. Returns before the device is done where `pipeline_depth` > 0."""
-        ...
-
-    def collect(self) -> StepResult:
-        """Wait for the oldest launched step and return its tokens.
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step. Returns before the device is done where `pipeline_depth` > 0.
 
         Raises:
-            EngineError: the device failed; the engine must not be used any more.
+            EngineError: the engine is closed, too many steps are running, or the device failed.
         """
         ...
 

@@ -26,7 +26,7 @@ from transport.links.daemon import (
 from transport.messages.base import PROTOCOL_VERSION, Hello
 from transport.sockets import DealerSocket, Endpoints
 from transport.telemetry.metrics import MetricSet
-from workers.contract import Engine, EngineError, ModelLoadError
+from workers.contract import PAGE_TOKENS, Engine, EngineError, ModelLoadError
 from workers.daemon_inbox import DaemonInbox
 from workers.engine.fake import FakeEngine, FakeEngineSettings
 from workers.engine.settings import EngineSettings
@@ -117,7 +117,7 @@ def create_engine(settings: WorkerSettings, link: DaemonLink) -> Engine:
         return FakeEngine(
             FakeEngineSettings(
                 vocab_size=FAKE_VOCAB,
-                num_pages=(FAKE_MODEL_LEN // 128) * settings.max_num_seqs,
+                num_pages=(FAKE_MODEL_LEN // PAGE_TOKENS) * settings.max_num_seqs,
                 max_num_seqs=settings.max_num_seqs,
                 max_model_len=settings.max_model_len or FAKE_MODEL_LEN,
                 pipeline_depth=0,

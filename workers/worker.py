@@ -23,7 +23,7 @@ from transport.messages.to_router import SequenceFailed, WorkerReady
 from transport.messages.to_worker import Start
 from transport.sockets import DealerSocket, Received
 from transport.telemetry.metrics import MetricSet
-from workers.contract import Engine, EngineInfo
+from workers.contract import Engine, EngineInfo, LaunchedStep
 from workers.daemon_inbox import DaemonInbox
 from workers.idle_check import IdleCheck
 from workers.sampling.random_seed import choice_seed
@@ -116,7 +116,8 @@ class Worker:
         self._link = link
         self._telemetry = telemetry
         self._prefixes = prefixes
-        self._launch_times: list[tuple[float, bool]] = []
+        self._in_flight: deque[tuple[LaunchedStep, float, bool]] = deque()
+        """Steps launched and not collected: since when, and whether they are prompt steps."""
         self._unsent: deque[tuple[Message, tuple[memoryview, ...]]] = deque()
         """What the router has not taken yet, in order."""
 
@@ -224,17 +225,18 @@ class Worker:
             return False
         plan = self._scheduler.plan()
         if plan is not None:
-            self._launch_times.append((time.monotonic(), plan.is_prompt))
+            launched_at = time.monotonic()
             self._prefixes.transfers.load(plan.loads)
-            self._engine.launch(plan)
+            step = self._engine.launch(plan)
+            self._in_flight.append((step, launched_at, plan.is_prompt))
             self._prefixes.transfers.store(plan.stores)
         depth = self._engine.info.pipeline_depth if plan is not None else 0
         if self._scheduler.num_launched <= depth:
             return plan is not None
-        output = self._scheduler.apply(self._engine.collect())
-        launched, is_prompt = self._launch_times.pop(0)
+        step, launched_at, is_prompt = self._in_flight.popleft()
+        output = self._scheduler.apply(step.collect())
         self._send_tokens(output)
-        self._telemetry.observe_step(is_prompt, time.monotonic() - launched)
+        self._telemetry.observe_step(is_prompt, time.monotonic() - launched_at)
         self._telemetry.update(self._scheduler)
         return True
 

@@ -1,6 +1,6 @@
 """The daemon's two sockets: control (hello, states, questions, commands) and telemetry.
 
-What comes in is turned into calls of a `ControlHandler`; what the handler returns goes back.
+What comes in is turned into calls of two handlers; what they return goes back.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class QueryError(ValueError):
     """A question that the daemon cannot answer; the text goes to whoever asked."""
 
 
-class ControlHandler(Protocol):
-    """What the control server needs of the instance."""
+class ProcessHandler(Protocol):
+    """Takes what the processes of the instance say."""
 
     def knows(self, hello: Hello) -> str | None:
         """Why this process is not expected here, or None."""
@@ -63,6 +63,12 @@ class ControlHandler(Protocol):
 
     def snapshot(self, snapshot: Snapshot) -> None: ...
 
+    def living(self) -> Mapping[ProcessName, int]: ...
+
+
+class OperatorHandler(Protocol):
+    """Does what a person asks for at the command line."""
+
     def answer(self, what: str) -> bytes:
         """The answer to a question.
 
@@ -70,8 +76,6 @@ class ControlHandler(Protocol):
             QueryError: there is no such question.
         """
         ...
-
-    def living(self) -> Mapping[ProcessName, int]: ...
 
     def stop_requested(self, drain_timeout: float | None) -> None: ...
 
@@ -91,14 +95,14 @@ class ControlServer:
         poller.register(self._control.socket, zmq.POLLIN)
         poller.register(self._telemetry.socket, zmq.POLLIN)
 
-    def handle_incoming(self, handler: ControlHandler) -> None:
+    def handle_incoming(self, processes: ProcessHandler, operator: OperatorHandler) -> None:
         try:
             for received in self._control.drain():
-                self._handle(received, handler)
+                self._handle(received, processes, operator)
         except BadMessage:
             log.exception("dropped a control message that cannot be decoded")
         self._relay.give_up(time.monotonic())
-        self._handle_telemetry(handler)
+        self._handle_telemetry(processes)
 
     def send(self, peer: ProcessName, message: Message) -> bool:
         """Tell a process something; False if it does not listen."""
@@ -112,7 +116,7 @@ class ControlServer:
         self._control.close()
         self._telemetry.close()
 
-    def _handle_telemetry(self, handler: ControlHandler) -> None:
+    def _handle_telemetry(self, processes: ProcessHandler) -> None:
         for frame in self._telemetry.drain(TELEMETRY_QUEUE):
             try:
                 message = decode_header(frame)
@@ -120,48 +124,50 @@ class ControlServer:
                 log.exception("dropped a snapshot that cannot be decoded")
                 continue
             if isinstance(message, Snapshot):
-                handler.snapshot(message)
+                processes.snapshot(message)
 
-    def _handle(self, received: Received, handler: ControlHandler) -> None:
+    def _handle(
+        self, received: Received, processes: ProcessHandler, operator: OperatorHandler
+    ) -> None:
         peer = received.peer
         match received.message:
             case Hello() as hello:
-                problem = self._refusal(hello) or handler.knows(hello)
+                problem = self._refusal(hello) or processes.knows(hello)
                 if problem is not None:
                     log.error("refused %s: %s", peer, problem)
                     self._control.send(peer, Refused(problem))
                     return
                 self._control.send(peer, Welcome())
-                handler.welcomed(peer)
+                processes.welcomed(peer)
             case StateChanged() as change:
-                handler.state_changed(peer, change)
+                processes.state_changed(peer, change)
             case StatusHeld(serial):
-                handler.status_held(peer, serial)
+                processes.status_held(peer, serial)
             case FatalError(reason):
-                handler.fatal_error(peer, reason)
+                processes.fatal_error(peer, reason)
             case Query(what, serial):
-                self._answer(peer, what, serial, handler)
+                self._answer(peer, what, serial, operator)
             case DumpStacks() | SetLogLevel() | CacheCommand() as command:
-                self._carry_out(peer, command, handler)
+                self._carry_out(peer, command, processes)
             case CommandDone(serial):
                 self._relay.done(peer, serial, received.frames)
             case StopInstance(drain_timeout, serial):
                 self._control.send(peer, Answer(serial), b"{}")
-                handler.stop_requested(drain_timeout)
+                operator.stop_requested(drain_timeout)
             case other:
                 log.warning("%s sent a %s, which is not for a daemon", peer, type(other).__name__)
 
-    def _answer(self, peer: ProcessName, what: str, serial: int, handler: ControlHandler) -> None:
+    def _answer(self, peer: ProcessName, what: str, serial: int, operator: OperatorHandler) -> None:
         try:
-            self._control.send(peer, Answer(serial), handler.answer(what))
+            self._control.send(peer, Answer(serial), operator.answer(what))
         except QueryError as error:
             self._control.send(peer, Answer(serial, str(error)), b"")
 
     def _carry_out(
-        self, peer: ProcessName, command: ProcessCommand, handler: ControlHandler
+        self, peer: ProcessName, command: ProcessCommand, processes: ProcessHandler
     ) -> None:
         try:
-            self._relay.start(peer, command, handler.living(), time.monotonic())
+            self._relay.start(peer, command, processes.living(), time.monotonic())
         except CommandError as error:
             self._control.send(peer, Answer(command.serial, str(error)), b"")
 

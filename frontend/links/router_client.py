@@ -12,9 +12,9 @@ import zmq
 
 from frontend.errors import ApiError
 from frontend.generation.generation import Generation
-from frontend.generation.logprobs_format import LogprobReader
+from frontend.generation.logprobs import LogprobReader
+from frontend.generation.request import Prompt
 from frontend.metrics import FrontendMetrics
-from frontend.request_schema.prompts import Prompt
 from transport.framing import Payload, read_tokens
 from transport.ids import RequestId
 from transport.messages.base import Message, Refused, Welcome

@@ -16,8 +16,8 @@ import pytest
 import uvicorn
 import zmq
 
+from frontend.api.app import FrontendApp
 from frontend.gate import Gate
-from frontend.http.app import FrontendApp
 from frontend.http.auth import ApiKeys
 from frontend.http.protocol import with_limits
 from frontend.links.router_client import RouterClient

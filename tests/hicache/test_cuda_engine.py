@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -22,7 +23,7 @@ from hicache.pool.segment import create_segment
 from transport.ids import ProcessName, RequestId
 from transport.messages.generate import Generate, SamplingParams
 from transport.telemetry.metrics import MetricSet
-from workers.contract import Engine
+from workers.contract import Engine, LaunchedStep
 from workers.engine.settings import EngineSettings
 from workers.engine.torch_engine import create_torch_engine
 from workers.models.deepseek_v41.model.engine import create_deepseek_v41_engine
@@ -69,6 +70,7 @@ class Rank:
         manager = HostPrefixCache(self.pool, layout, copies, MetricSet(), PLENTY)
         self.cache, self.transfers = manager.cache, manager.transfers
         self.scheduler = Scheduler(engine.info, 300, 1, manager.reuse)
+        self.in_flight: deque[LaunchedStep] = deque()
         self.got: dict[RequestId, list[int]] = {}
         self.hit_tokens = 0
 
@@ -76,11 +78,11 @@ class Rank:
         plan = self.scheduler.plan()
         if plan is not None:
             self.transfers.load(plan.loads)
-            self.engine.launch(plan)
+            self.in_flight.append(self.engine.launch(plan))
             self.transfers.store(plan.stores)
         depth = self.engine.info.pipeline_depth if plan is not None else 0
         if self.scheduler.num_launched > depth:
-            output = self.scheduler.apply(self.engine.collect())
+            output = self.scheduler.apply(self.in_flight.popleft().collect())
             self.hit_tokens += sum(sequence.prefix.cached_tokens for sequence in output.started)
             for row in output.rows:
                 self.got.setdefault(row.sequence.key[0], []).append(row.token)

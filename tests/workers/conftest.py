@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from hicache.pool.segment import create_segment
 from transport.ids import ProcessName, RequestId
 from transport.messages.generate import Generate, SamplingParams
 from transport.telemetry.metrics import MetricSet
+from workers.contract import LaunchedStep
 from workers.engine.fake import FakeCopies, FakeEngine, FakeEngineSettings, fake_next_token
 from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.sequence import Sequence
@@ -125,6 +127,7 @@ class Rank:
         self.cache, self.transfers = manager.cache, manager.transfers
         self.prefills = manager.prefills
         self.scheduler = Scheduler(self.engine.info, budget, 2, manager.reuse)
+        self.in_flight: deque[LaunchedStep] = deque()
         self.depth = depth
         self.window = window
         self.got: dict[RequestId, list[int]] = {}
@@ -171,11 +174,11 @@ class Rank:
         if plan is not None:
             self.transfers.load(plan.loads)
             self.copies.before_overwrite(plan.written_pages())
-            self.engine.launch(plan)
+            self.in_flight.append(self.engine.launch(plan))
             self.transfers.store(plan.stores)
         worked = self.scheduler.num_launched > (self.depth if plan is not None else 0)
         if worked:
-            output = self.scheduler.apply(self.engine.collect())
+            output = self.scheduler.apply(self.in_flight.popleft().collect())
             for sequence in output.started:
                 self.cached[sequence.key[0]] = sequence.prefix.cached_tokens
             for row in output.rows:

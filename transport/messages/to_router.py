@@ -26,9 +26,8 @@ class SequenceFailed(Message, frozen=True):
 
 
 class Submit(Message, frozen=True):
-    """A new request. Frame 0: the prompt — for `chat` a JSON object
-    `{"messages": [...], "tools": [...]|null, "template_kwargs": {...}}`, for `text` UTF-8,
-    for `tokens` int32 ids."""
+    """A new request. Frame 0: the prompt — for `chat` a `Conversation` as JSON,
+    for `text` UTF-8, for `tokens` int32 ids."""
 
     request_id: RequestId
     kind: PromptKind

@@ -21,8 +21,7 @@ from transformers import AttentionInterface
 
 from hicache.layout import CacheLayout
 from workers.attention.math import AttentionOptions, attend
-from workers.contract import ModelLoadError
-from workers.models.cache_layout import PAGE_TOKENS
+from workers.contract import PAGE_TOKENS, ModelLoadError
 
 ATTENTION_NAME: Final = "deepinfer_paged"
 

@@ -9,8 +9,8 @@ table changes the output. In fast mode a token costs next to nothing.
 from __future__ import annotations
 
 import threading
+import time
 import zlib
-from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ from hicache.copies.runs import IndexArray
 from hicache.layout import CacheLayout
 from hicache.pool.host_pool import HostPool, RowArray
 from workers.contract import (
+    PAGE_TOKENS,
     DecodeRow,
     EngineInfo,
     PromptChunk,
@@ -29,8 +30,6 @@ from workers.contract import (
     TokenArray,
     TokenLogprobs,
 )
-
-PAGE_TOKENS = 128
 
 
 def fake_next_token(tokens: TokenArray, vocab_size: int, window: int = 0) -> int:
@@ -75,8 +74,7 @@ class FakeEngine:
         self._tables: list[list[int]] = [[] for _ in range(settings.max_num_seqs)]
         self._last = np.zeros(settings.max_num_seqs, dtype=np.int32)
         self._wanted_logprobs = [-1] * settings.max_num_seqs
-        self._results: deque[StepResult] = deque()
-        self._pause = threading.Event()
+        self._closed = threading.Event()
         self._info = EngineInfo(
             layout=CacheLayout(
                 settings.page_tokens,
@@ -101,8 +99,8 @@ class FakeEngine:
     def info(self) -> EngineInfo:
         return self._info
 
-    def launch(self, plan: StepPlan) -> None:
-        """Compute the step at once; `collect` hands it out."""
+    def launch(self, plan: StepPlan) -> FakeStep:
+        """Compute the step at once; `collect` hands it out after the configured step time."""
         for slot, block, page in plan.new_pages:
             if len(self._tables[slot]) != block:
                 raise ValueError(f"slot {slot} grows at block {block}, has {self._tables[slot]}")
@@ -118,20 +116,16 @@ class FakeEngine:
             for index, (token, slot) in enumerate(zip(tokens, slots, strict=True))
             if self._wanted_logprobs[slot] >= 0
         }
-        self._results.append(StepResult(plan.step, np.asarray(tokens, dtype=np.int32), logprobs))
-
-    def collect(self) -> StepResult:
-        """The oldest step's tokens, after the configured step time."""
-        if self._settings.step_seconds:
-            self._pause.wait(self._settings.step_seconds)
-        return self._results.popleft()
+        result = StepResult(plan.step, np.asarray(tokens, dtype=np.int32), logprobs)
+        seconds = self._settings.step_seconds
+        return FakeStep(result, time.monotonic() + seconds if seconds else 0.0, self._closed)
 
     def cache_copies(self, pool: HostPool) -> FakeCopies:
         return FakeCopies(self._pool.view(np.uint8), self._rings, self._settings.window, pool)
 
     def close(self) -> None:
-        """Nothing to free. Idempotent."""
-        self._pause.set()
+        """Steps under way are done at once. Idempotent."""
+        self._closed.set()
 
     def _run_chunk(self, chunk: PromptChunk) -> int | None:
         self._tables[chunk.slot] = list(chunk.pages)
@@ -175,6 +169,24 @@ class FakeEngine:
         ring = self._rings[slot]
         positions = np.arange(max(0, length - self._settings.window), length)
         return _hash(rows, ring[positions % len(ring)]) % vocab
+
+
+@dataclass(frozen=True)
+class FakeStep:
+    """Implements `workers.contract.LaunchedStep`."""
+
+    result: StepResult
+    done_at: float
+    """Time of the monotonic clock."""
+    closed: threading.Event
+
+    def is_done(self) -> bool:
+        return self.closed.is_set() or time.monotonic() >= self.done_at
+
+    def collect(self) -> StepResult:
+        if self.done_at:
+            self.closed.wait(max(0.0, self.done_at - time.monotonic()))
+        return self.result
 
 
 class FakeCopies:

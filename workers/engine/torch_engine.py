@@ -25,7 +25,6 @@ from workers.contract import (
     EngineInfo,
     ModelLoadError,
     StepPlan,
-    StepResult,
 )
 from workers.engine.device import (
     DTypeName,
@@ -33,9 +32,9 @@ from workers.engine.device import (
     offline_environment,
     open_device,
 )
-from workers.engine.launched_steps import LaunchedSteps
 from workers.engine.memory_plan import pages_for
 from workers.engine.pool_sizing import allocating_pools, choose_context_length, size_pools
+from workers.engine.running_step import RunningStep, StepRunner
 from workers.engine.settings import EngineSettings
 from workers.engine.step_inputs import SlotTables
 from workers.models.cache_layout import build_cache_layout, layer_shapes, weights_identity
@@ -75,7 +74,7 @@ class TorchEngine:
         self._sampler: Sampler | None = Sampler(
             info.max_num_seqs, info.vocab_size, info.eos_token_ids, device
         )
-        self._launched = LaunchedSteps(device, info.pipeline_depth)
+        self._runner = StepRunner(device, info.pipeline_depth)
         self._hicache_copy: CopyChoice = hicache_copy
         self._pinned: PinnedPool | None = None
         self._copies: PageCopies | None = None
@@ -93,18 +92,20 @@ class TorchEngine:
         """
         return self._open()[1].pool
 
-    def launch(self, plan: StepPlan) -> None:
+    def launch(self, plan: StepPlan) -> RunningStep:
         """See `Engine.launch`.
 
         Raises:
             EngineError: the engine is closed, has too many steps running, or the device failed.
         """
-        self._launched.launch(plan.step, lambda: self._compute(plan))
+        return self._runner.launch(plan.step, lambda: self._compute(plan))
 
     def _compute(self, plan: StepPlan) -> tuple[list[int], SampledTokens]:
         model, tables, sampler = self._open()
         if self._copies is not None:
             self._copies.before_step(plan)
+        if not plan.prompts and not plan.decodes:
+            return [], SampledTokens(tables.last_token[:0], [], [])
         sampler.observe(plan.prompts)
         inputs = tables.prepare(plan)
         attention = inputs.attention
@@ -120,9 +121,6 @@ class TorchEngine:
         sampled = sampler.sample(logits, inputs.slots, inputs.slot_index, inputs.positions)
         tables.last_token[inputs.slot_index] = sampled.tokens
         return inputs.slots, sampled
-
-    def collect(self) -> StepResult:
-        return self._launched.collect().result()
 
     def cache_copies(self, pool: HostPool) -> CacheCopies:
         rows = self.page_pool.rows
@@ -141,7 +139,6 @@ class TorchEngine:
             torch.cuda.synchronize(self._device)
             self._pinned.close()
             self._pinned = self._copies = None
-        self._launched.clear()
         self._model = self._tables = self._sampler = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

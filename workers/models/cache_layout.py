@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 from hicache.layout import CacheLayout, TensorSlice
-from workers.contract import ModelLoadError
+from workers.contract import PAGE_TOKENS, ModelLoadError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedConfig
 
-PAGE_TOKENS: Final = 128
 ROW_ALIGNMENT: Final = 256
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 COMPUTE_VERSION: Final = 1

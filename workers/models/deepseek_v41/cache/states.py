@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from workers.models.cache_layout import PAGE_TOKENS
+from workers.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from workers.models.deepseek_v41.cache.pools import ServingCaches

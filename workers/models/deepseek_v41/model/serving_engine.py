@@ -9,9 +9,9 @@ from torch import Tensor
 
 from hicache.copies.cuda.pools import PinnedPool
 from hicache.errors import HostPoolError
-from workers.contract import EngineError, EngineInfo, StepPlan, StepResult
-from workers.engine.launched_steps import LaunchedSteps
+from workers.contract import EngineError, EngineInfo, StepPlan
 from workers.engine.memory_plan import pages_for
+from workers.engine.running_step import RunningStep, StepRunner
 from workers.models.deepseek_v41.cache.cache_copies import DeepseekV41Copies
 from workers.models.deepseek_v41.cache.states import cut_state, load_state
 from workers.models.deepseek_v41.model.slot_tables import PreparedStep, SlotTables
@@ -54,7 +54,7 @@ class DeepseekV41Engine:
             device,
         )
         self._sampler = Sampler(info.max_num_seqs, info.vocab_size, info.eos_token_ids, device)
-        self._launched = LaunchedSteps(device, info.pipeline_depth)
+        self._runner = StepRunner(device, info.pipeline_depth, self._collected)
         self._hicache_copy: CopyChoice = hicache_copy
         self._pinned: PinnedPool | None = None
         self._copies: DeepseekV41Copies | None = None
@@ -73,18 +73,20 @@ class DeepseekV41Engine:
         self._open()
         return self._caches
 
-    def launch(self, plan: StepPlan) -> None:
+    def launch(self, plan: StepPlan) -> RunningStep:
         """See `Engine.launch`.
 
         Raises:
             EngineError: the engine is closed, has too many steps running, or the device failed.
         """
-        self._launched.launch(plan.step, lambda: self._compute(plan))
+        return self._runner.launch(plan.step, lambda: self._compute(plan))
 
     def _compute(self, plan: StepPlan) -> tuple[list[int], SampledTokens]:
         model = self._open()
         if self._copies is not None:
             self._copies.before_step(plan)
+        if not plan.prompts and not plan.decodes:
+            return [], SampledTokens(torch.empty(0, dtype=torch.int64), [], [])
         self._sampler.observe(plan.prompts)
         prepared = self._tables.prepare(plan)
         logits = model(prepared.step, self._caches)
@@ -99,10 +101,9 @@ class DeepseekV41Engine:
         self._tables.sampled(prepared, sampled.tokens)
         return sampled
 
-    def collect(self) -> StepResult:
-        step = self._launched.collect()
-        self._tables.collected(step.slots, step.sampled.tokens)
-        return step.result()
+    def _collected(self, step: RunningStep) -> None:
+        if self._model is not None:
+            self._tables.collected(step.slots, step.sampled.tokens)
 
     def logits(self, plan: StepPlan) -> Tensor:
         """Compute a step without sampling: logits, float32 [rows,vocab_size] on the device.
@@ -160,7 +161,6 @@ class DeepseekV41Engine:
             torch.cuda.synchronize(self._device)
             self._pinned.close()
             self._pinned = self._copies = None
-        self._launched.clear()
         self._model = None
         if self._engram is not None:
             self._engram.close()

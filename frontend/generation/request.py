@@ -1,4 +1,4 @@
-"""What a request wants continued: the prompt as the router takes it, and checked requests."""
+"""A checked request to generate, whatever dialect of the API it came in."""
 
 from __future__ import annotations
 
@@ -6,15 +6,24 @@ import hashlib
 
 import msgspec
 
+from frontend.conversation import Conversation
 from frontend.errors import bad_request
-from frontend.http.json_body import JsonObject
-from frontend.request_schema.sampling import Common
+from frontend.generation.stop_strings import StopRule
 from transport.framing import Payload, token_frame
-from transport.messages.generate import PromptKind
+from transport.messages.generate import Generate, PromptKind
 
 AFFINITY_CHARACTERS = 1024
 """How much of a text's beginning tells its conversation."""
 AFFINITY_TOKENS = 256
+
+
+class ModelLimits(msgspec.Struct, frozen=True):
+    """What the served model and the instance's settings allow."""
+
+    model_name: str
+    vocab_size: int
+    max_model_len: int
+    max_choices: int
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -28,6 +37,21 @@ class Prompt(msgspec.Struct, frozen=True):
     """What a completion with `echo` repeats: the text, or ids to decode."""
 
 
+class Common(msgspec.Struct, frozen=True):
+    """What every generating request says."""
+
+    generate: Generate
+    stops: StopRule
+    n: int
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.generate.sampling.logprobs >= 0
+
+
 class GenerationRequest(msgspec.Struct, frozen=True):
     """A checked request to generate."""
 
@@ -36,23 +60,16 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     echo: bool = False
 
 
-def chat_prompt(
-    messages: list[JsonObject],
-    tools: list[JsonObject] | None,
-    template_kwargs: JsonObject,
-    beginning: str,
-) -> Prompt:
-    """A conversation to be rendered. `beginning` tells which conversation it is.
-
-    Raises:
-        ApiError: 400, it cannot be passed on.
+def chat_prompt(conversation: Conversation) -> Prompt:
     """
-    payload = {"messages": messages, "tools": tools, "template_kwargs": template_kwargs}
+    Raises:
+        ApiError: 400, it cannot be passed on: an integer beyond 64 bits, or nested too deeply.
+    """
     try:
-        frame = msgspec.json.encode(payload)
+        frame = msgspec.json.encode(conversation)
     except (msgspec.MsgspecError, OverflowError, RecursionError) as error:
         raise bad_request(f"messages or tools cannot be passed on: {error}.", "messages") from error
-    return Prompt("chat", frame, _digest(beginning.encode()))
+    return Prompt("chat", frame, _digest(conversation.beginning().encode()))
 
 
 def text_prompt(text: str, add_special_tokens: bool, echo: bool = False) -> Prompt:
@@ -63,13 +80,8 @@ def text_prompt(text: str, add_special_tokens: bool, echo: bool = False) -> Prom
 
 
 def token_prompt(ids: list[int], echo: bool = False) -> Prompt:
-    frame = token_frame(ids)
-    return Prompt(
-        "tokens",
-        frame,
-        _digest(token_frame(ids[:AFFINITY_TOKENS])),
-        echo=ids if echo else None,
-    )
+    beginning = token_frame(ids[:AFFINITY_TOKENS])
+    return Prompt("tokens", token_frame(ids), _digest(beginning), echo=ids if echo else None)
 
 
 def _digest(data: bytes | memoryview) -> str:

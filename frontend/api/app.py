@@ -11,7 +11,12 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
-from frontend.api.routes_generate import ChatEndpoint, CompletionEndpoint
+from frontend.api.dialect import Dialect
+from frontend.api.openai_chat import read_chat
+from frontend.api.openai_chat_answer import ChatWriter
+from frontend.api.openai_completions import read_completion
+from frontend.api.openai_completions_answer import CompletionWriter
+from frontend.api.routes_generate import GenerateEndpoint
 from frontend.api.routes_status import (
     CacheFlush,
     DaemonAnswer,
@@ -24,12 +29,13 @@ from frontend.api.routes_tokenize import Detokenize, Tokenize
 from frontend.errors import ApiError, ClientGone
 from frontend.http.access_log import log_call, log_refusal
 from frontend.http.call import Call
-from frontend.http.protocol import ABORT
 from frontend.http.reply import send_error
 from frontend.services import Services
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Served without an API key: probes have none."""
+CHAT = Dialect("chatcmpl-", read_chat, ChatWriter)
+COMPLETIONS = Dialect("cmpl-", read_completion, CompletionWriter)
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 log = logging.getLogger(__name__)
@@ -43,8 +49,8 @@ class Endpoint(Protocol):
 
 def _routes(services: Services) -> list[Route]:
     table: list[tuple[str, str, Endpoint]] = [
-        ("POST", "/v1/chat/completions", ChatEndpoint(services)),
-        ("POST", "/v1/completions", CompletionEndpoint(services)),
+        ("POST", "/v1/chat/completions", GenerateEndpoint(services, CHAT)),
+        ("POST", "/v1/completions", GenerateEndpoint(services, COMPLETIONS)),
         ("GET", "/v1/models", Models(services)),
         ("GET", "/v1/models/{model:path}", ModelEndpoint(services)),
         ("POST", "/tokenize", Tokenize(services)),
@@ -88,11 +94,11 @@ class FrontendApp:
         except ClientGone:
             pass
         except ApiError as error:
-            await self._fail(scope, receive, send_marked, call, error, has_started)
+            await self._fail(receive, send_marked, call, error, has_started)
         except Exception:
             log.exception("request %s failed", call.request_id)
             failure = ApiError(500, "The server failed on this request; its log says why.")
-            await self._fail(scope, receive, send_marked, call, failure, has_started)
+            await self._fail(receive, send_marked, call, failure, has_started)
         finally:
             self._log(scope, call)
 
@@ -115,25 +121,22 @@ class FrontendApp:
 
     async def _fail(
         self,
-        scope: Scope,
         receive: Receive,
         send: Send,
         call: Call,
         error: ApiError,
         has_started: bool,
     ) -> None:
-        if not has_started:
+        if has_started:
+            call.abort()
+        else:
             await send_error(send, receive, call, error)
-            return
-        abort = scope.get("extensions", {}).get(ABORT)
-        if abort is not None:
-            abort()
 
     def _log(self, scope: Scope, call: Call) -> None:
         route = self._labels.get(id(scope.get("endpoint")), "other")
         now = time.monotonic()
         self._services.metrics.answered(route, call.status or 499)
-        if call.job is not None:
+        if call.work is not None:
             self._services.metrics.ended(now - call.received_at)
         log_call(call, scope["method"] if route != "other" else "-", route, now)
 

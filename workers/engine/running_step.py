@@ -1,4 +1,4 @@
-"""The steps that an engine has launched and not collected yet.
+"""A step that an engine has launched, and the guard around its computation.
 
 On a GPU a step is only enqueued, and its tokens are on their way to the host in page-locked memory until its
 event has passed; on a CPU it has been computed.
@@ -6,7 +6,6 @@ event has passed; on a CPU it has been computed.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,17 +17,31 @@ from workers.contract import EngineError, StepResult
 from workers.sampling.sampler import SampledTokens
 
 
-@dataclass(frozen=True)
-class LaunchedStep:
-    """What a step gave: `sampled` is on the host, complete once collected."""
+@dataclass
+class RunningStep:
+    """Implements `workers.contract.LaunchedStep`."""
 
     number: int
     slots: list[int]
     """Those that a token was sampled for."""
     sampled: SampledTokens
+    """On the host, complete once the step is done."""
     done: torch.cuda.Event | None
+    on_collect: Callable[[RunningStep], None]
+    """Called once, when the step is done."""
+    is_collected: bool = False
 
-    def result(self) -> StepResult:
+    def is_done(self) -> bool:
+        return self.done is None or bool(self.done.query())  # type: ignore[no-untyped-call]
+
+    def collect(self) -> StepResult:
+        if self.is_collected:
+            raise EngineError(f"Step {self.number} was collected already.")
+        self.is_collected = True
+        if self.done is not None:
+            with _device_errors(self.number):
+                self.done.synchronize()
+        self.on_collect(self)
         return StepResult(
             step=self.number,
             tokens=self.sampled.tokens.numpy().astype(np.int32),
@@ -36,24 +49,32 @@ class LaunchedStep:
         )
 
 
-class LaunchedSteps:
-    """First in, first out. Turns whatever a device says into an `EngineError`."""
+class StepRunner:
+    """Starts steps on a device, no more at once than may run there."""
 
-    def __init__(self, device: torch.device, depth: int) -> None:
-        """`depth`: how many may run while the next one is launched."""
+    def __init__(
+        self,
+        device: torch.device,
+        depth: int,
+        on_collect: Callable[[RunningStep], None] = lambda _step: None,
+    ) -> None:
+        """`depth`: how many steps may run while the next one is launched."""
         self._device = device
         self._depth = depth
-        self._steps: deque[LaunchedStep] = deque()
+        self._on_collect = on_collect
+        self._num_running = 0
 
-    def launch(self, number: int, compute: Callable[[], tuple[list[int], SampledTokens]]) -> None:
+    def launch(
+        self, number: int, compute: Callable[[], tuple[list[int], SampledTokens]]
+    ) -> RunningStep:
         """Run `compute`, which yields the sampled slots and their tokens on the device, as step `number`.
 
         Raises:
             EngineError: too many steps are running, or the device failed.
         """
-        if len(self._steps) > self._depth:
+        if self._num_running > self._depth:
             raise EngineError(
-                f"{len(self._steps)} steps are running; collect one before the next launch."
+                f"{self._num_running} steps are running; collect one before the next launch."
             )
         with _device_errors(number), torch.inference_mode():
             slots, sampled = compute()
@@ -62,28 +83,17 @@ class LaunchedSteps:
                 sampled = sampled.to_host()
                 done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 done.record()
-        self._steps.append(LaunchedStep(number, slots, sampled, done))
+        self._num_running += 1
+        return RunningStep(number, slots, sampled, done, self._collected)
 
-    def collect(self) -> LaunchedStep:
-        """Wait for the oldest step.
-
-        Raises:
-            EngineError: none is running, or the device failed.
-        """
-        if not self._steps:
-            raise EngineError("No step is running.")
-        step = self._steps.popleft()
-        if step.done is not None:
-            with _device_errors(step.number):
-                step.done.synchronize()
-        return step
-
-    def clear(self) -> None:
-        self._steps.clear()
+    def _collected(self, step: RunningStep) -> None:
+        self._num_running -= 1
+        self._on_collect(step)
 
 
 @contextmanager
 def _device_errors(number: int) -> Iterator[None]:
+    """Turns whatever a device says into an `EngineError`."""
     try:
         yield
     except torch.OutOfMemoryError as error:

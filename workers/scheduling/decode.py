@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from workers.contract import Arrival, DecodeRow, StepPlan
+from workers.contract import DecodeRow, PromptChunk, StepPlan
 from workers.scheduling.block_manager import BlockManager
+from workers.scheduling.prefill import prompt_chunk
 from workers.scheduling.sequence import Sequence
 from workers.scheduling.step import StepRow
 
@@ -17,9 +18,13 @@ class Decode:
     committed or not.
     """
 
-    def __init__(self, blocks: BlockManager, preempt: Callable[[Sequence], None]) -> None:
+    def __init__(
+        self, blocks: BlockManager, preempt: Callable[[Sequence], None], keep_tokens: int
+    ) -> None:
+        """`keep_tokens` as in `CacheLayout`."""
         self._blocks = blocks
         self._preempt = preempt
+        self._keep_tokens = keep_tokens
 
     def fill(self, running: Iterable[Sequence]) -> tuple[StepRow, ...]:
         """The next positions of those that run, given in order."""
@@ -38,12 +43,13 @@ class Decode:
         """Plan a filled step. Its tokens are in flight from now on."""
         decodes: list[DecodeRow] = []
         new_pages: list[tuple[int, int, int]] = []
-        arrivals: list[Arrival] = []
+        arrivals: list[PromptChunk] = []
         for sequence, _, position, _ in rows:
             assert sequence.slot is not None
             decodes.append(DecodeRow(sequence.slot, position))
             if not sequence.engine_pages:
-                arrivals.append(_arrival(sequence))
+                end = sequence.num_tokens
+                arrivals.append(prompt_chunk(sequence, position, end, self._keep_tokens))
             elif sequence.engine_pages < len(sequence.pages):
                 new_pages.append((sequence.slot, len(sequence.pages) - 1, sequence.pages[-1]))
             sequence.engine_pages = len(sequence.pages)
@@ -52,15 +58,3 @@ class Decode:
         return StepPlan(
             step, decodes=tuple(decodes), new_pages=tuple(new_pages), arrivals=tuple(arrivals)
         )
-
-
-def _arrival(sequence: Sequence) -> Arrival:
-    assert sequence.slot is not None
-    return Arrival(
-        slot=sequence.slot,
-        pages=tuple(sequence.pages),
-        tokens=sequence.token_slice(0, sequence.num_tokens),
-        sampling=sequence.sampling,
-        seed=sequence.seed,
-        prompt_len=sequence.prompt_len,
-    )

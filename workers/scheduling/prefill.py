@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence as Rows
+from collections.abc import Iterable
 
 from hicache.manager.null import Reuse
+from hicache.manager.step_copies import PrefixLoad, PrefixStore
 from workers.contract import PromptChunk, StepPlan
 from workers.scheduling.block_manager import BlockManager
 from workers.scheduling.sequence import Sequence
@@ -15,8 +16,8 @@ class Prefill:
     """Fills prompt steps and plans those that are committed.
 
     Filling admits sequences, takes their pages (which may preempt others) and pins their prefix hits.
-    All that stands whether the step is committed or not; only the prefix cache is told of chunks as
-    they are filled, and told again if they are dropped.
+    All that stands whether the step is committed or not. Only the prefix manager learns of chunks when
+    they are filled, so that one prompt of a step can wait for another, and again if they are dropped.
     """
 
     def __init__(
@@ -76,34 +77,39 @@ class Prefill:
         for row in rows:
             self._prefixes.advance(row.sequence.prefix, row.start)
 
-    def commit(self, step: int, rows: Rows[StepRow]) -> StepPlan:
+    def commit(self, step: int, rows: tuple[StepRow, ...]) -> StepPlan:
         """Plan a filled step. Its chunks count as computed from now on."""
-        chunks = tuple(self._chunk(row) for row in rows)
-        loads, stores = [], []
+        chunks = tuple(
+            prompt_chunk(row.sequence, row.start, row.stop, self._keep_tokens) for row in rows
+        )
+        loads: list[PrefixLoad] = []
+        stores: list[PrefixStore] = []
         for row, chunk in zip(rows, chunks, strict=True):
             ticket = row.sequence.prefix
-            if load := self._prefixes.begin_load(ticket, chunk.slot, chunk.pages):
-                loads.append(load)
-            if store := self._prefixes.begin_store(ticket, chunk.slot, chunk.pages):
-                stores.append(store)
+            load = self._prefixes.begin_load(ticket, chunk.slot, chunk.pages)
+            store = self._prefixes.begin_store(ticket, chunk.slot, chunk.pages)
+            loads += [load] if load is not None else []
+            stores += [store] if store is not None else []
             row.sequence.num_computed = row.stop
             row.sequence.engine_pages = len(chunk.pages)
         return StepPlan(step, prompts=chunks, loads=tuple(loads), stores=tuple(stores))
 
-    def _chunk(self, row: StepRow) -> PromptChunk:
-        sequence, start, stop = row.sequence, row.start, row.stop
-        assert sequence.slot is not None
-        begins = not sequence.engine_pages
-        return PromptChunk(
-            slot=sequence.slot,
-            start=start,
-            tokens=sequence.token_slice(start, stop),
-            pages=tuple(sequence.pages),
-            sample=stop == sequence.num_tokens,
-            begin=begins,
-            sampling=sequence.sampling,
-            seed=sequence.seed,
-            prompt_len=sequence.prompt_len,
-            history=sequence.token_slice(0, sequence.num_tokens) if begins else None,
-            replay_from=max(0, sequence.prompt_len - self._keep_tokens) if self._keep_tokens else 0,
-        )
+
+def prompt_chunk(sequence: Sequence, start: int, stop: int, keep_tokens: int) -> PromptChunk:
+    """Positions start .. stop-1 of a sequence that has a slot and the pages for them. `keep_tokens` as in
+    `CacheLayout`."""
+    assert sequence.slot is not None
+    begins = not sequence.engine_pages
+    return PromptChunk(
+        slot=sequence.slot,
+        start=start,
+        tokens=sequence.token_slice(start, stop),
+        pages=tuple(sequence.pages),
+        sample=stop == sequence.num_tokens,
+        begin=begins,
+        sampling=sequence.sampling,
+        seed=sequence.seed,
+        prompt_len=sequence.prompt_len,
+        history=sequence.token_slice(0, sequence.num_tokens) if begins else None,
+        replay_from=max(0, sequence.prompt_len - keep_tokens) if keep_tokens else 0,
+    )

@@ -60,7 +60,7 @@ class Scheduler:
             engine.num_pages, engine.max_num_seqs, layout.page_tokens, self._preempt
         )
         self._prefill = Prefill(self.blocks, prefixes, max_batched_tokens, layout.keep_tokens)
-        self._decode = Decode(self.blocks, self._preempt)
+        self._decode = Decode(self.blocks, self._preempt, layout.keep_tokens)
         self._prefixes = prefixes
         self._eos = frozenset(engine.eos_token_ids)
         self._interval = prefill_any_interval
@@ -334,5 +334,6 @@ class Scheduler:
             if sequence.slot is None or sequence.num_computed != known - 1:
                 raise AssertionError(f"{sequence.key} runs with wrong counts")
         self._prefixes.check_integrity(
-            [s.prefix for s in live if s.slot is None], [s.prefix for s in live if s.slot is not None]
+            [s.prefix for s in live if s.slot is None],
+            [s.prefix for s in live if s.slot is not None],
         )

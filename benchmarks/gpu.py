@@ -83,7 +83,7 @@ def _ttft(
     name: str, figures: Path, model: Path, lengths: tuple[int, int], repeats: int, serve: str
 ) -> Part:
     prefix, new = lengths
-    words = ("benchmarks.prefix_ttft", "--model", str(model), "--prefix-tokens", str(prefix))
+    words = ("benchmarks.prefix.ttft", "--model", str(model), "--prefix-tokens", str(prefix))
     more = ("--new-tokens", str(new), "--repeats", str(repeats), "--serve", serve)
     return Part(name, (*words, *more, "--json", str(figures)), figures)
 

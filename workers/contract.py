@@ -22,11 +22,10 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hicache.copies.cache_copies import CacheCopies
+from hicache.copies.cache_copies import DeviceCache
 from hicache.copies.runs import IndexArray
 from hicache.layout import CacheLayout
 from hicache.manager.step_copies import PrefixLoad, PrefixStore
-from hicache.pool.host_pool import HostPool
 from transport.messages.generate import SamplingParams
 
 TokenArray = npt.NDArray[np.int32]
@@ -171,11 +170,11 @@ class Engine(Protocol):
         """
         ...
 
-    def cache_copies(self, pool: HostPool) -> CacheCopies:
-        """Copies to and from a host pool that was made for `info.layout`.
+    def device_cache(self) -> DeviceCache:
+        """Its pages and states, for those who copy them.
 
         Raises:
-            EngineError: the pool's memory cannot be used by the device.
+            EngineError: the engine is closed.
         """
         ...
 

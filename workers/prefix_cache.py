@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from hicache.copies.cache_copies import CacheCopies
+from hicache.copies.open import open_cache_copies
 from hicache.errors import HostPoolError
 from hicache.layout import CacheLayout
 from hicache.manager.host import PoolOrder, open_host_prefix_cache, pool_geometry
 from hicache.manager.null import NO_PREFIX_CACHE, PrefixManager
+from hicache.pool.host_pool import HostPool
 from transport.telemetry.metrics import MetricSet
-from workers.contract import Engine, EngineError, ModelLoadError
+from workers.contract import Engine, ModelLoadError
 from workers.engine.host_memory import available_host_memory
 from workers.settings import WorkerSettings
 
@@ -38,11 +41,18 @@ def open_prefix_manager(
     order = _pool_order(settings)
     if order is None:
         return NO_PREFIX_CACHE
+
+    def copies(pool: HostPool) -> CacheCopies:
+        device = engine.device_cache()
+        return open_cache_copies(
+            device, pool.memory, pool.pages, pool.states, settings.hicache_copy
+        )
+
     try:
         return open_host_prefix_cache(
-            order, engine.info.layout, available_host_memory(), engine.cache_copies, metrics
+            order, engine.info.layout, available_host_memory(), copies, metrics
         )
-    except (HostPoolError, EngineError) as error:
+    except HostPoolError as error:
         raise ModelLoadError(str(error)) from error
 
 

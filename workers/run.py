@@ -143,7 +143,6 @@ def create_engine(settings: WorkerSettings, link: DaemonLink) -> Engine:
         deterministic=settings.deterministic,
         hf_overrides=settings.hf_overrides,
         stores_prefixes=settings.hicache_fd is not None,
-        hicache_copy=settings.hicache_copy,
         check_layout=partial(check_cache_layout, settings),
     )
     # Imported here: the fake engine, and so every protocol test, starts without torch.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from hicache.copies.runs import IndexArray
 from hicache.keys import TokenArray
 from hicache.manager.host import HostPrefixCache
 from hicache.manager.reuse import PrefixReuse
@@ -53,7 +54,7 @@ class NoTransfers:
 
     num_open = 0
 
-    def load(self, loads: Iterable[PrefixLoad]) -> None:
+    def load(self, loads: Iterable[PrefixLoad], written_pages: IndexArray) -> None:
         pass
 
     def store(self, stores: Iterable[PrefixStore]) -> None:

@@ -14,11 +14,12 @@ from typing import Final, Literal
 
 import numpy as np
 
-from hicache.cache.index import NO_SLOT
+from hicache.cache.index import ABSENT
 from hicache.cache.outcomes import Hit
 from hicache.cache.prefix_cache import PrefixCache
 from hicache.copies.cache_copies import CacheCopies
 from hicache.copies.row_copy import PendingCopy
+from hicache.copies.runs import IndexArray
 from hicache.errors import HostPoolError, PrefixLoadError
 from hicache.manager.prefills import Prefills
 from hicache.manager.step_copies import PrefixLoad, PrefixStore
@@ -73,12 +74,15 @@ class PrefixTransfers:
         return len(self._open)
 
     def close(self) -> None:
-        """Let go of the rows. The engine is closed already: nothing is under way any more."""
+        """Let go of the rows. No step is launched any more."""
         self._open.clear()
-        self._copies = None
+        if self._copies is not None:
+            self._copies.close()
+            self._copies = None
 
-    def load(self, loads: Iterable[PrefixLoad]) -> None:
-        """Start the copies that a plan needs before it is launched.
+    def load(self, loads: Iterable[PrefixLoad], written_pages: IndexArray) -> None:
+        """Start the copies that a plan needs before it is launched, and keep the device pages that it will
+        write to apart from stores that are under way.
 
         Raises:
             PrefixLoadError: the device refuses. The cache is empty now.
@@ -86,7 +90,7 @@ class PrefixTransfers:
         assert self._copies is not None
         for load in loads:
             num_bytes = len(load.pages) * self._geometry.page_bytes
-            if load.hit.state_slot != NO_SLOT:
+            if load.hit.state != ABSENT:
                 num_bytes += self._geometry.state_bytes
             try:
                 copies = tuple(_start_load(self._copies, load))
@@ -96,6 +100,7 @@ class PrefixTransfers:
                 self._cache.flush()
                 raise PrefixLoadError(f"A cached prefix cannot be loaded: {error}") from error
             self._open.append(_Transfer(load.hit, copies, num_bytes))
+        self._copies.before_step(written_pages)
         self.poll()  # on a CPU, they are over
 
     def store(self, stores: Iterable[PrefixStore]) -> None:
@@ -151,15 +156,15 @@ class PrefixTransfers:
 
 def _start_load(copies: CacheCopies, load: PrefixLoad) -> Iterator[PendingCopy]:
     slot, pages, hit = load
-    yield copies.load_pages(np.asarray(pages, np.int32), hit.page_slots)
-    if hit.state_slot != NO_SLOT:
-        yield copies.load_state(slot, hit.num_tokens, hit.state_slot)
+    yield copies.load_pages(np.asarray(pages, np.int32), hit.host_pages)
+    if hit.state != ABSENT:
+        yield copies.load_state(slot, hit.num_tokens, hit.state)
 
 
 def _start_store(copies: CacheCopies, store: PrefixStore) -> Iterator[PendingCopy]:
     """The copies as they are started: whoever takes them has those before one that fails."""
     slot, pages, plan, _ = store
     table = np.asarray(pages, np.int32)
-    yield copies.store_pages(table[plan.page_indexes], plan.page_slots)
+    yield copies.store_pages(table[plan.blocks], plan.host_pages)
     for state in plan.states:
-        yield copies.store_state(slot, state.position, state.slot)
+        yield copies.store_state(slot, state.position, state.state)

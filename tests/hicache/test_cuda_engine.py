@@ -16,6 +16,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from hicache.copies.copy_choice import CopyChoice
+from hicache.copies.open import open_cache_copies
 from hicache.manager.host import HostPrefixCache
 from hicache.pool.host_pool import HostPool, PoolGeometry
 from hicache.pool.segment import create_segment
@@ -57,7 +59,7 @@ def model_dir(tmp_path_factory):
 class Rank:
     """What a worker is made of, without its sockets."""
 
-    def __init__(self, engine: Engine, fd: int, host_pages: int) -> None:
+    def __init__(self, engine: Engine, fd: int, host_pages: int, choice: CopyChoice) -> None:
         self.engine = engine
         layout = engine.info.layout
         states = host_pages if layout.stored_state_bytes else 0
@@ -65,7 +67,10 @@ class Rank:
             layout.fingerprint, layout.page_bytes, host_pages, layout.stored_state_bytes, states
         )
         self.pool = HostPool(fd, geometry, PLENTY)
-        copies = engine.cache_copies(self.pool)
+        pool = self.pool
+        copies = open_cache_copies(
+            engine.device_cache(), pool.memory, pool.pages, pool.states, choice
+        )
         manager = HostPrefixCache(self.pool, layout, copies, MetricSet(), PLENTY)
         self.cache, self.transfers = manager.cache, manager.transfers
         self.scheduler = Scheduler(engine.info, 300, 1, manager.reuse)
@@ -75,7 +80,7 @@ class Rank:
     def turn(self) -> bool:
         step = self.scheduler.next_step()
         if step is not None:
-            self.transfers.load(step.plan.loads)
+            self.transfers.load(step.plan.loads, step.plan.written_pages())
             step.launched = self.engine.launch(step.plan)
             self.transfers.store(step.plan.stores)
         depth = self.engine.info.pipeline_depth if step is not None else 0
@@ -124,11 +129,10 @@ def open_rank(model_dir) -> Iterator[Callable[..., Rank]]:
                 max_model_len=1024, max_num_seqs=5, kv_cache_gb=KV_CACHE_GB[model],
                 gpu_memory_utilization=0.5, max_batched_tokens=300, num_threads=1,
                 report=lambda line: None, keep_tokens=24, stores_prefixes=True,
-                hicache_copy=choice,
             )  # fmt: skip
             fd = create_segment("test")
             stack.callback(os.close, fd)
-            rank = Rank(CREATE[model](settings), fd, host_pages)
+            rank = Rank(CREATE[model](settings), fd, host_pages, choice)
             # Four conversations of up to nine pages want more.
             assert 8 <= rank.engine.info.num_pages <= 20
             stack.callback(rank.close)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from hicache.copies.cache_copies import CacheCopies
+from hicache.copies.open import open_cache_copies
 from hicache.errors import HostPoolError
 from hicache.manager.host import HostPrefixCache
 from hicache.pool.host_pool import HostPool, PoolGeometry
@@ -21,7 +23,7 @@ from hicache.pool.segment import create_segment
 from transport.ids import ProcessName, RequestId
 from transport.messages.generate import Generate, SamplingParams
 from transport.telemetry.metrics import MetricSet
-from workers.engine.fake import FakeCopies, FakeEngine, FakeEngineSettings, fake_next_token
+from workers.engine.fake import FakeEngine, FakeEngineSettings, fake_next_token
 from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.sequence import Sequence
 
@@ -35,7 +37,7 @@ class LateCopies:
     """Copies that are over only at the `delay`-th question. Pages are stored as late as a GPU may do it:
     when the copy is over, or when a step or a load is about to overwrite them."""
 
-    def __init__(self, copies: FakeCopies, delay: int) -> None:
+    def __init__(self, copies: CacheCopies, delay: int) -> None:
         self._copies = copies
         self._delay = delay
         self._stores: list[tuple[set[int], _Late]] = []
@@ -46,7 +48,7 @@ class LateCopies:
         if call in self.refused:
             raise HostPoolError(f"the device refuses to {call}")
 
-    def before_overwrite(self, pages) -> None:
+    def before_step(self, pages) -> None:
         for stored, late in self._stores:
             if stored & set(pages.tolist()):
                 late.make()
@@ -55,17 +57,17 @@ class LateCopies:
     def close(self) -> None:
         """Let go of the pool, as a worker does that ends amid copies."""
         self._stores.clear()
-        del self._copies
+        self._copies = None
 
-    def load_pages(self, pages, host_slots):
+    def load_pages(self, pages, host_pages):
         self._ask("load_pages")
-        self.before_overwrite(pages)
-        self._copies.load_pages(pages, host_slots)
+        self.before_step(pages)
+        self._copies.load_pages(pages, host_pages)
         return _Late(self._delay)
 
-    def store_pages(self, pages, host_slots):
+    def store_pages(self, pages, host_pages):
         self._ask("store_pages")
-        late = _Late(self._delay, lambda: self._copies.store_pages(pages, host_slots))
+        late = _Late(self._delay, lambda: self._copies.store_pages(pages, host_pages))
         self._stores.append((set(pages.tolist()), late))
         return late
 
@@ -120,7 +122,11 @@ class Rank:
             layout.fingerprint, layout.page_bytes, host_pages, layout.stored_state_bytes, states
         )
         self.pool = HostPool(fd, geometry, PLENTY)
-        self.copies = LateCopies(self.engine.cache_copies(self.pool), delay)
+        pool = self.pool
+        copies = open_cache_copies(
+            self.engine.device_cache(), pool.memory, pool.pages, pool.states, "auto"
+        )
+        self.copies = LateCopies(copies, delay)
         manager = HostPrefixCache(self.pool, layout, self.copies, MetricSet(), PLENTY)
         self.cache, self.transfers = manager.cache, manager.transfers
         self.prefills = manager.prefills
@@ -169,8 +175,7 @@ class Rank:
         step = self.scheduler.next_step()
         self.scheduler.check_integrity()
         if step is not None:
-            self.transfers.load(step.plan.loads)
-            self.copies.before_overwrite(step.plan.written_pages())
+            self.transfers.load(step.plan.loads, step.plan.written_pages())
             step.launched = self.engine.launch(step.plan)
             self.transfers.store(step.plan.stores)
         worked = self.scheduler.num_in_flight > (self.depth if step is not None else 0)
@@ -192,7 +197,6 @@ class Rank:
 
     def close(self) -> None:
         self.transfers.close()
-        self.copies.close()
         self.pool.close()
 
     def check_rest(self) -> None:

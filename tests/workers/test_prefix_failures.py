@@ -8,6 +8,7 @@ import os
 import pytest
 
 from hicache.cache.outcomes import SkipReason
+from hicache.copies.open import open_cache_copies
 from hicache.errors import PrefixLoadError
 from hicache.manager.host import PoolOrder, open_host_prefix_cache
 from hicache.pool.segment import create_segment
@@ -89,7 +90,12 @@ def test_closing_does_not_hide_why_the_worker_ends():
     engine = FakeEngine(FakeEngineSettings(100, 8, 2, 1024))
     layout = engine.info.layout
     order = PoolOrder(fd, layout.page_bytes * 4, 0)
-    manager = open_host_prefix_cache(order, layout, 1 << 30, engine.cache_copies, MetricSet())
+
+    def copies(pool):
+        device = engine.device_cache()
+        return open_cache_copies(device, pool.memory, pool.pages, pool.states, "auto")
+
+    manager = open_host_prefix_cache(order, layout, 1 << 30, copies, MetricSet())
 
     def fail(copies) -> None:
         raise ZeroDivisionError("the cause")

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hicache.copies.row_copy import CpuRowCopier, Done, PendingCopy
-from hicache.copies.runs import IndexArray
+from hicache.copies.cache_copies import DeviceCache
+from hicache.copies.rows import HostRows, RowArray
 from hicache.layout import CacheLayout
-from hicache.pool.host_pool import HostPool, RowArray
 from workers.contract import (
     PAGE_TOKENS,
     DecodeRow,
@@ -124,8 +123,10 @@ class FakeEngine:
         seconds = self._settings.step_seconds
         return FakeStep(result, time.monotonic() + seconds if seconds else 0.0, self._closed)
 
-    def cache_copies(self, pool: HostPool) -> FakeCopies:
-        return FakeCopies(self._pool.view(np.uint8), self._rings, self._settings.window, pool)
+    def device_cache(self) -> DeviceCache:
+        window = self._settings.window
+        states = FakeStates(self._rings, window) if window else None
+        return DeviceCache(HostRows.of(self._pool.view(np.uint8)), states)
 
     def close(self) -> None:
         """Steps under way are done at once. Idempotent."""
@@ -202,28 +203,18 @@ class FakeStep:
         return self.result
 
 
-class FakeCopies:
-    """Implements `workers.hicache.copies.cache_copies.CacheCopies`; a copy is over when its call returns."""
+class FakeStates:
+    """`StateCodec` of rings of tokens: a stored state is the window before its position."""
 
-    def __init__(self, pages: RowArray, rings: TokenArray, window: int, pool: HostPool) -> None:
-        self._pages = CpuRowCopier(pages, pool.page_rows)
+    def __init__(self, rings: TokenArray, window: int) -> None:
         self._rings = rings
         self._window = window
-        self._states = pool.state_rows
 
-    def load_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
-        return self._pages.upload(pages, host_slots)
+    def store_state(self, slot: int, position: int, host_state: RowArray) -> None:
+        host_state.view(np.int32)[:] = self._rings[slot, self._places(position)]
 
-    def store_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
-        return self._pages.download(pages, host_slots)
-
-    def load_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
-        self._rings[slot, self._places(position)] = self._states[host_slot].view(np.int32)
-        return Done()
-
-    def store_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
-        self._states[host_slot].view(np.int32)[:] = self._rings[slot, self._places(position)]
-        return Done()
+    def load_state(self, slot: int, position: int, host_state: RowArray) -> None:
+        self._rings[slot, self._places(position)] = host_state.view(np.int32)
 
     def _places(self, position: int) -> npt.NDArray[np.int64]:
         places: npt.NDArray[np.int64]

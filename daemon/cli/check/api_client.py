@@ -10,6 +10,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
+from daemon.cli.check.event_stream import BrokenStream, event_data
 from daemon.errors import DeepInferError
 
 CHAT: Final = "/v1/chat/completions"
@@ -166,17 +167,16 @@ class ApiClient:
         leave_after: int | None,
     ) -> None:
         seen = 0
-        while leave_after is None or seen < leave_after:
-            line = response.readline()
-            if not line:
-                raise RequestFailed(f"{self.url} broke a stream off.", "connection lost")
-            if line.startswith(b"data: [DONE]"):
-                response.read()  # the end of the body, so that the connection can be used again
-                return
-            if line.startswith(b"data: "):
-                seen += self._take(line[6:], answer, began)
-        self.close()
-        response.close()
+        try:
+            for data in event_data(response):
+                seen += self._take(data, answer, began)
+                if seen == leave_after:
+                    self.close()
+                    response.close()
+                    return
+        except BrokenStream as error:
+            raise RequestFailed(f"{self.url} broke a stream off.", "connection lost") from error
+        response.read()  # the end of the body, so that the connection can be used again
 
     def _take(self, data: bytes, answer: StreamedAnswer, began: float) -> bool:
         """Add an event; whether it belongs to a choice."""

@@ -109,7 +109,6 @@ class Stores:
         return plan
 
     def _choose(self, keys: tuple[bytes, ...], ends: list[int], stored: int) -> _Rows:
-        """What to copy of a prompt whose first `stored` pages are there, as far as there is room."""
         pages = [n for n in range(stored, len(keys)) if keys[n] not in self._storing_pages]
         room = self._content.room_for_pages
         if self._has_states:
@@ -167,7 +166,6 @@ class Stores:
         self._leave(plan, plan.host_pages, plan.states)
 
     def flush(self) -> None:
-        """What is under way now will not be served."""
         self._flushed_plans.update(self._plans)
         self._storing_pages.clear()
         self._storing_states.clear()
@@ -188,7 +186,6 @@ class Stores:
             self._storing_states.difference_update(self._state_keys(plan))
 
     def _leave(self, plan: StorePlan, pages: IndexArray, states: Sequence[AnchorState]) -> None:
-        """Free what was not published, and let go of the rest."""
         self._content.pages.free(pages)
         self._content.states.free(state.state for state in states)
         self._content.unpin(plan.prefix)
@@ -201,11 +198,6 @@ class Stores:
         self._counts.skipped_stores[reason] = self._counts.skipped_stores.get(reason, 0) + 1
 
     def check_integrity(self, reading: Sequence[PinnedPrefix]) -> None:
-        """Verify the plans, and the pool with them; `reading` is what else is pinned.
-
-        Raises:
-            AssertionError: something is wrong; the message says what.
-        """
         plans = list(self._plans.values())
         pages = [page for plan in plans for page in plan.host_pages.tolist()]
         states = [state.state for plan in plans for state in plan.states]

@@ -47,8 +47,6 @@ class PrefixReuse:
         self._demand.add(ticket.wanted_keys)
 
     def should_wait(self, ticket: PrefixTicket) -> bool:
-        """Whether a prompt that is being computed now will leave a longer prefix for this sequence, and
-        has less left to compute than this one would save by it."""
         return self._prefills.should_wait(ticket)
 
     def start(self, ticket: PrefixTicket, make_room: Callable[[int], bool]) -> int:
@@ -76,7 +74,6 @@ class PrefixReuse:
     # ---- while it is computed -----------------------------------------------------------------
 
     def end_chunk(self, ticket: PrefixTicket, stop: int) -> int:
-        """Where the next chunk, which could go on to `stop`, must end."""
         self._choose_state_cut(ticket)
         return ticket.state_cut if ticket.num_computed < ticket.state_cut < stop else stop
 
@@ -159,11 +156,6 @@ class PrefixReuse:
     def check_integrity(
         self, queued: Iterable[PrefixTicket], started: Iterable[PrefixTicket]
     ) -> None:
-        """Compare with the tickets of the sequences that the scheduler has, without a slot and with one.
-
-        Raises:
-            AssertionError: something of a sequence that is over, or has started, is kept.
-        """
         waiting, computed = list(queued), list(started)
         self._prefills.check_integrity([*waiting, *computed])
         wanted = [self._wanted_keys(ticket) for ticket in waiting]

@@ -70,7 +70,6 @@ class PrefixTransfers:
 
     @property
     def num_open(self) -> int:
-        """Transfers that have not arrived."""
         return len(self._open)
 
     def close(self) -> None:

@@ -83,7 +83,6 @@ class PoolGeometry:
         return _aligned(self.states_offset + self.num_states * self.state_bytes)
 
     def identity(self) -> bytes:
-        """What stands at the start of a pool of this geometry."""
         return _IDENTITY.pack(
             _MAGIC,
             _VERSION,

@@ -41,10 +41,8 @@ class HostRows(Rows):
 
     @classmethod
     def packed(cls, arena: RowArray, row_bytes: int) -> HostRows:
-        """As many rows as fit into an arena of bytes."""
         count = len(arena) // row_bytes
         return cls.of(arena[: count * row_bytes].reshape(count, row_bytes))
 
     def page_locked(self) -> HostRows:
-        """The same rows, which somebody has page-locked."""
         return replace(self, is_page_locked=True)

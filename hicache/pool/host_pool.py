@@ -1,11 +1,11 @@
-"""One rank's host pool: a self-describing segment of page rows and state rows.
+"""One rank's host pool: a self-describing segment of host pages and host states, each a row of bytes.
 
 Layout, all offsets in bytes from the start of the segment:
 
     0                   what the pool is made for (magic, version, fingerprint, sizes)
-    4096                headers of the page slots, then headers of the state slots, 64 bytes each
-    next multiple of 4096   page rows, packed: neighbouring slots are one run of bytes
-    next multiple of 4096   state rows, packed
+    4096                headers of the pages, then headers of the states, 64 bytes each
+    next multiple of 4096   pages, packed: neighbours are one run of bytes
+    next multiple of 4096   states, packed
 
 A pool that was made for anything else is wiped, never served.
 """
@@ -24,8 +24,8 @@ import numpy as np
 
 from hicache.copies.rows import HostRows, RowArray
 from hicache.errors import HostPoolError
+from hicache.pool.headers import HEADER_DTYPE, PAGE_KIND, STATE_KIND, HeaderTable
 from hicache.pool.segment import reserve_segment
-from hicache.pool.slot_headers import HEADER_DTYPE, PAGE_KIND, STATE_KIND, HeaderTable
 from transport.wording import GIB
 
 _ALIGNMENT: Final = 4096
@@ -83,7 +83,6 @@ class PoolGeometry:
         return _aligned(self.states_offset + self.num_states * self.state_bytes)
 
     def identity(self) -> bytes:
-        """What stands at the start of a pool of this geometry."""
         return _IDENTITY.pack(
             _MAGIC,
             _VERSION,
@@ -132,8 +131,8 @@ class HostPool:
         """
         self.memory = np.empty(0, np.uint8)
         self.pages = self.states = HostRows.of(np.empty((0, 0), np.uint8))
-        self.page_headers = HeaderTable(np.empty(0, HEADER_DTYPE), PAGE_KIND)
-        self.state_headers = HeaderTable(np.empty(0, HEADER_DTYPE), STATE_KIND)
+        self.page_headers.let_go()
+        self.state_headers.let_go()
         self._map.close()
         os.close(self._lock)
 

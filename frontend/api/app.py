@@ -98,7 +98,7 @@ class FrontendApp:
             self._log(scope, call)
 
     def head_refused(self, status: int, request_id: str, seconds: float) -> None:
-        """Count and log a request that the HTTP protocol has refused by its head (`HeadRefusals`)."""
+        """Count and log a request that the HTTP protocol has refused by its head."""
         self._services.metrics.answered("other", status)
         log_refusal(status, request_id, seconds)
 

@@ -93,7 +93,7 @@ class PrefixIndex:
 
     @property
     def num_evictable_pages(self) -> int:
-        """Pages that repeated eviction would free: pins cover whole prefixes, so all without a pin."""
+        # Pins cover whole prefixes: all pages without a pin can go, one after the other.
         return len(self._page_at) - (self._num_pinned_pages - len(self._detached_pages))
 
     @property
@@ -104,11 +104,9 @@ class PrefixIndex:
         return self._page_at.get(key, ABSENT)
 
     def depth(self, page: int) -> int:
-        """How many pages come before this one in its chain."""
         return self._depth_of[page]
 
     def state(self, page: int) -> int:
-        """The state that belongs to the prefix ending with this page, or ABSENT."""
         return self._state_of[page]
 
     def match(self, keys: Sequence[bytes]) -> IndexArray:
@@ -151,7 +149,6 @@ class PrefixIndex:
     # ---- pins ---------------------------------------------------------------------------------
 
     def pin(self, prefix: PinnedPrefix, stamp: int) -> None:
-        """Keep a prefix and its state from eviction, and note their use."""
         pages, state = prefix
         self._num_pinned_pages += int(np.count_nonzero(self._page_pins[pages] == 0))
         self._page_pins[pages] += 1
@@ -213,11 +210,6 @@ class PrefixIndex:
         return EvictedPage(page, state)
 
     def evict_state(self) -> int:
-        """Take out the state that is needed least; its page stays.
-
-        Raises:
-            IndexError: no state may be evicted.
-        """
         first = self._superseded_states or self._needed_states
         state = first.pop()
         self._remove_state(state)
@@ -250,7 +242,6 @@ class PrefixIndex:
     # ---- for people ---------------------------------------------------------------------------
 
     def oldest_use(self) -> int | None:
-        """Stamp of the page that was not used for longest."""
         return int(self._page_use[self._present].min()) if self._page_at else None
 
     def most_used(self, count: int) -> list[int]:
@@ -267,18 +258,15 @@ class PrefixIndex:
         return [int(page) for page in ends[best]]
 
     def hits(self, page: int) -> int:
-        """How many hits reached this page."""
         return int(self._page_hits[page])
 
     def last_use(self, page: int) -> int:
         return int(self._page_use[page])
 
     def pages_by_key(self) -> dict[bytes, int]:
-        """A copy."""
         return dict(self._page_at)
 
     def states_by_key(self) -> dict[bytes, int]:
-        """By key of the page that ends its prefix; a copy."""
         return {k: self._state_of[p] for k, p in self._page_at.items() if self._state_of[p] >= 0}
 
     def detached(self) -> tuple[set[int], set[int]]:
@@ -286,14 +274,6 @@ class PrefixIndex:
         return set(self._detached_pages), set(self._detached_states)
 
     def check_integrity(self, pinned: Sequence[PinnedPrefix]) -> None:
-        """Recompute everything that is kept up to date, O(pages).
-
-        Args:
-            pinned: all prefixes that are pinned now.
-
-        Raises:
-            AssertionError: something differs; the message says what.
-        """
         self._check_tree()
         page_pins = np.zeros_like(self._page_pins)
         state_pins = [0] * len(self._state_pins)
@@ -355,7 +335,7 @@ class PrefixIndex:
     # ---- keeping the order of eviction --------------------------------------------------------
 
     def _file_end(self, pages: IndexArray) -> None:
-        """Only the last page of a prefix can be a leaf."""
+        # Only the last page of a prefix can be a leaf.
         if len(pages) and self._key_of[pages[-1]] is not None:
             self._file_page(int(pages[-1]))
 

@@ -42,18 +42,17 @@ class Hit:
     num_tokens: int
     """A multiple of the page size; KV of these need not be computed."""
     prefix: PinnedPrefix
+    """Host pages in order; a host state at its end, ABSENT where the model has none."""
     matched_tokens: int
     """As far as pages were found. Past `num_tokens`, a state was missing there."""
     serial: int
 
     @property
     def host_pages(self) -> IndexArray:
-        """In order."""
         return self.prefix.pages
 
     @property
-    def state(self) -> int:
-        """The host state at its end; ABSENT where the model has none."""
+    def host_state(self) -> int:
         return self.prefix.state
 
 
@@ -67,10 +66,10 @@ class Miss:
 
 
 class AnchorState(NamedTuple):
-    """A state to store: the engine's after the first `position` tokens goes into host state `state`."""
+    """A state to store: the engine's after the first `position` tokens goes into `host_state`."""
 
     position: int
-    state: int
+    host_state: int
 
 
 @dataclass(frozen=True)

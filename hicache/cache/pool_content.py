@@ -28,7 +28,8 @@ _SPARE_STEP: Final = 512
 
 
 class PoolContent:
-    """All host pages and host states of one pool. Not thread-safe."""
+    """All host pages and host states of one pool. Whoever takes some (at most `room_for_…`) publishes or
+    frees them. Not thread-safe."""
 
     def __init__(self, pool: HostPool, clock: Callable[[], int]) -> None:
         """Take over what the pool holds: valid rows whose whole prefix is valid too."""
@@ -56,20 +57,13 @@ class PoolContent:
 
     @property
     def room_for_pages(self) -> int:
-        """Pages that `take_pages` can give."""
         return self.pages.num_free + self.index.num_evictable_pages
 
     @property
     def room_for_states(self) -> int:
-        """States that `take_states` can give."""
         return self.states.num_free + self.index.num_evictable_states
 
     def take_pages(self, count: int) -> IndexArray:
-        """Host pages to write to; evicts what is needed least.
-
-        Raises:
-            IndexError: `count` is more than `room_for_pages`.
-        """
         short = count + self._spare_pages - self.pages.num_free
         short = min(short, count + _SPARE_STEP, self.index.num_evictable_pages)
         evicted = [self.index.evict_page() for _ in range(short)]
@@ -81,11 +75,6 @@ class PoolContent:
         return self.pages.take(count)
 
     def take_states(self, count: int) -> IndexArray:
-        """Host states to write to; evicts what is needed least.
-
-        Raises:
-            IndexError: `count` is more than `room_for_states`.
-        """
         short = count - self.states.num_free
         evicted = [self.index.evict_state() for _ in range(short)]
         self.states.free(evicted)
@@ -113,7 +102,6 @@ class PoolContent:
         return added
 
     def publish_state(self, state: int, key: bytes, stamp: int) -> bool:
-        """The state is whole; `key` is of the last page before it. False: that page is not there."""
         page = self.index.page(key)
         if page == ABSENT:
             return False
@@ -125,7 +113,6 @@ class PoolContent:
     # ---- pins ---------------------------------------------------------------------------------
 
     def pin(self, prefix: PinnedPrefix, stamp: int) -> None:
-        """Keep a prefix and note its use, also for the next process."""
         self.index.pin(prefix, stamp)
         self.pages.touch(prefix.pages, stamp)
         if prefix.state != ABSENT:
@@ -137,7 +124,6 @@ class PoolContent:
         self.states.free(states)
 
     def flush(self) -> None:
-        """Find nothing any more. What is pinned or being written stays where it is."""
         self.pages.invalidate_all()
         self.states.invalidate_all()
         pages, states = self.index.clear()
@@ -179,16 +165,6 @@ class PoolContent:
         writing_pages: Sequence[int],
         writing_states: Sequence[int],
     ) -> None:
-        """Compare index and rows with each other, O(rows).
-
-        Args:
-            pinned: all prefixes pinned now.
-            writing_pages: taken and neither published nor freed.
-            writing_states: likewise.
-
-        Raises:
-            AssertionError: they differ.
-        """
         self.index.check_integrity(pinned)
         pages, states = self.index.pages_by_key(), self.index.states_by_key()
         kept_pages, kept_states = self.index.detached()

@@ -82,7 +82,6 @@ class PrefixCache:
         return self._has_states
 
     def keys(self, tokens: TokenArray, salt: str = "") -> PromptKeys:
-        """What all other calls take; compute it once per request."""
         return prompt_keys(
             tokens,
             fingerprint=self._geometry.fingerprint,
@@ -145,7 +144,6 @@ class PrefixCache:
         return len(self._find(prompt)[0].pages) * self._page_tokens
 
     def _find(self, prompt: PromptKeys) -> tuple[PinnedPrefix, int]:
-        """The longest usable prefix, not pinned yet, and how many tokens had pages."""
         pages = self._content.index.match(self.hit_keys(prompt))
         matched = len(pages) * self._page_tokens
         state = ABSENT
@@ -212,7 +210,6 @@ class PrefixCache:
         return self._stores.begin(keys, ends)
 
     def _anchor_pages(self, prompt: PromptKeys, anchors: Sequence[int] | None) -> list[int]:
-        """How many pages lie before each anchor, most first; none for models without states."""
         if not self._has_states:
             return []
         wanted = self.anchors(prompt.num_tokens) if anchors is None else anchors
@@ -278,7 +275,6 @@ class PrefixCache:
         )
 
     def top_prefixes(self, limit: int) -> list[PrefixUse]:
-        """Those that saved most tokens."""
         index = self._content.index
         return [
             PrefixUse(
@@ -299,9 +295,4 @@ class PrefixCache:
         ]
 
     def check_integrity(self) -> None:
-        """Verify everything, O(rows): for tests and idle moments.
-
-        Raises:
-            AssertionError: something is wrong; the message says what.
-        """
         self._stores.check_integrity([hit.prefix for hit in self._hits.values()])

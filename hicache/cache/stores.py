@@ -109,7 +109,6 @@ class Stores:
         return plan
 
     def _choose(self, keys: tuple[bytes, ...], ends: list[int], stored: int) -> _Rows:
-        """What to copy of a prompt whose first `stored` pages are there, as far as there is room."""
         pages = [n for n in range(stored, len(keys)) if keys[n] not in self._storing_pages]
         room = self._content.room_for_pages
         if self._has_states:
@@ -122,7 +121,7 @@ class Stores:
     def _choose_with_states(
         self, keys: tuple[bytes, ...], ends: list[int], pages: list[int], reach: int
     ) -> _Rows:
-        """As above. Only the first `reach` pages have room, and pages past the last state are of no use."""
+        # Only the first `reach` pages have room, and pages past the last state are of no use.
         missing = [end for end in ends if not self._has_state(keys[end - 1])]
         fitting = [end for end in missing if end <= reach]
         if len(fitting) < len(missing):
@@ -153,7 +152,7 @@ class Stores:
             states = [
                 state
                 for state, key in zip(plan.states, self._state_keys(plan), strict=True)
-                if self._content.publish_state(state.state, key, plan.stamp)
+                if self._content.publish_state(state.host_state, key, plan.stamp)
             ]
             if (num_pages, len(states)) != (len(plan.host_pages), len(plan.states)):
                 self._skip(SkipReason.PREFIX_LOST)
@@ -167,7 +166,6 @@ class Stores:
         self._leave(plan, plan.host_pages, plan.states)
 
     def flush(self) -> None:
-        """What is under way now will not be served."""
         self._flushed_plans.update(self._plans)
         self._storing_pages.clear()
         self._storing_states.clear()
@@ -188,9 +186,8 @@ class Stores:
             self._storing_states.difference_update(self._state_keys(plan))
 
     def _leave(self, plan: StorePlan, pages: IndexArray, states: Sequence[AnchorState]) -> None:
-        """Free what was not published, and let go of the rest."""
         self._content.pages.free(pages)
-        self._content.states.free(state.state for state in states)
+        self._content.states.free(state.host_state for state in states)
         self._content.unpin(plan.prefix)
         self._flushed_plans.discard(plan.serial)
 
@@ -201,14 +198,9 @@ class Stores:
         self._counts.skipped_stores[reason] = self._counts.skipped_stores.get(reason, 0) + 1
 
     def check_integrity(self, reading: Sequence[PinnedPrefix]) -> None:
-        """Verify the plans, and the pool with them; `reading` is what else is pinned.
-
-        Raises:
-            AssertionError: something is wrong; the message says what.
-        """
         plans = list(self._plans.values())
         pages = [page for plan in plans for page in plan.host_pages.tolist()]
-        states = [state.state for plan in plans for state in plan.states]
+        states = [state.host_state for plan in plans for state in plan.states]
         pinned = [*reading, *(plan.prefix for plan in plans)]
         self._content.check_integrity(pinned, pages, states)
         live = [plan for plan in plans if plan.serial not in self._flushed_plans]

@@ -51,7 +51,6 @@ class HostPrefixCache:
         metrics: MetricSet,
         max_pending_bytes: int = MAX_PENDING_BYTES,
     ) -> None:
-        """Serve what the pool holds already."""
         self._pool = pool
         self.cache = PrefixCache(
             pool,
@@ -78,7 +77,6 @@ class HostPrefixCache:
         return has_arrived
 
     def carry_out(self, action: CacheAction) -> CacheContent:
-        """What the cache holds; with `flush`, it is emptied then."""
         stats = self.cache.stats()
         content = CacheContent(
             enabled=True,
@@ -106,11 +104,6 @@ class HostPrefixCache:
             log.debug("the host pool stays mapped until this process ends")
 
     def check_integrity(self) -> None:
-        """Verify the whole cache.
-
-        Raises:
-            AssertionError: something is wrong.
-        """
         self.cache.check_integrity()
 
 

@@ -60,7 +60,6 @@ class HeaderTable:
         return len(self._table)
 
     def let_go(self) -> None:
-        """Hold no view of the pool's memory any more."""
         self._table = np.empty(0, HEADER_DTYPE)
 
     def clear(self) -> None:
@@ -98,7 +97,6 @@ class HeaderTable:
         return np.flatnonzero(self._table["status"] == status).astype(np.int32)
 
     def damaged(self) -> IndexArray:
-        """Rows that claim to be valid with a header that cannot be right."""
         rows = self.rows_with_status(VALID)
         headers = self._table[rows]
         right = (headers["checksum"] == _checksums(headers)) & (headers["kind"] == self._kind)
@@ -106,7 +104,6 @@ class HeaderTable:
         return bad
 
     def valid_headers(self) -> list[ValidHeader]:
-        """All valid headers, parents before their children."""
         rows = self.rows_with_status(VALID)
         headers = self._table[rows]
         order = np.argsort(headers["depth"], kind="stable")

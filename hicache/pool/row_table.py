@@ -31,11 +31,6 @@ class RowTable:
         return self._free.num_free
 
     def take(self, count: int) -> IndexArray:
-        """Rows to write to.
-
-        Raises:
-            IndexError: fewer are free.
-        """
         rows = self._free.take(count)
         self._headers.begin_write(rows)
         return rows
@@ -48,7 +43,6 @@ class RowTable:
         depths: Sequence[int],
         stamp: int,
     ) -> None:
-        """The rows are whole."""
         self._headers.publish(rows, keys, parents, np.array(depths, np.uint32), stamp)
 
     def touch(self, rows: IndexArray, stamp: int) -> None:
@@ -60,7 +54,6 @@ class RowTable:
         self._free.give_back(freed)
 
     def invalidate_all(self) -> None:
-        """No row is valid any more; none becomes free by that."""
         self._headers.invalidate(self._headers.rows_with_status(VALID))
 
     def check_integrity(

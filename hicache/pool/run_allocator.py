@@ -77,11 +77,6 @@ class RunAllocator:
             self._add(start, length)
 
     def check_integrity(self, owned: Iterable[int]) -> None:
-        """Compare with what the owners say they own.
-
-        Raises:
-            AssertionError: a row is lost, owned twice, or free and owned.
-        """
         owners = list(owned)
         free = [
             row for start, size in self._length_at.items() for row in range(start, start + size)

@@ -38,8 +38,10 @@ from transport.links.daemon import (
     SocketTelemetry,
     exit_code_of,
 )
-from transport.messages.control import CacheCommand, InstanceStatus, Query, StatusHeld
+from transport.messages.control import CacheCommand
+from transport.messages.from_daemon import InstanceStatus
 from transport.messages.telemetry import RequestRow
+from transport.messages.to_daemon import Query, StatusHeld
 from transport.messages.to_frontend import Serving
 from transport.sockets import Received
 from transport.telemetry.metrics import MetricSet

@@ -7,7 +7,8 @@ import threading
 from collections import deque
 
 from transport.ids import ROUTER_NAME
-from transport.messages.control import CacheCommand, PeerLost
+from transport.messages.control import CacheCommand
+from transport.messages.from_daemon import PeerLost
 from transport.sockets import Received
 
 MAX_COMMANDS = 64

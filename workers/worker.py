@@ -17,8 +17,9 @@ from transport.ids import DpRank, ProcessName, RequestId
 from transport.links.daemon import DaemonLink, RouterRefusedError
 from transport.messages.base import Hello, Message, Refused, Welcome
 from transport.messages.cache_report import CacheContent
-from transport.messages.control import CacheCommand, CommandDone
+from transport.messages.control import CacheCommand
 from transport.messages.generate import Cancel, ModelInfo, Throttle, TokenBatch
+from transport.messages.to_daemon import CommandDone
 from transport.messages.to_router import SequenceFailed, WorkerReady
 from transport.messages.to_worker import Start
 from transport.sockets import DealerSocket, Received

@@ -22,7 +22,8 @@ from daemon.metrics.exposition import DAEMON_NAME
 from transport.ids import ProcessName
 from transport.logs import LEVELS, set_level
 from transport.messages.cache_report import CacheContent
-from transport.messages.control import Answer, CacheCommand, DumpStacks, ProcessCommand, SetLogLevel
+from transport.messages.control import CacheCommand, DumpStacks, ProcessCommand, SetLogLevel
+from transport.messages.from_daemon import Answer
 from transport.sockets import RouterSocket
 from transport.stacks import ThreadStack, thread_stacks
 

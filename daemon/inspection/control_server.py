@@ -16,20 +16,17 @@ from daemon.inspection.command_relay import CommandError, CommandRelay
 from transport.framing import BadMessage, decode_header
 from transport.ids import ProcessName
 from transport.messages.base import PROTOCOL_VERSION, Hello, Message, Refused, Welcome
-from transport.messages.control import (
-    Answer,
-    CacheCommand,
+from transport.messages.control import CacheCommand, DumpStacks, ProcessCommand, SetLogLevel
+from transport.messages.from_daemon import Answer
+from transport.messages.telemetry import Snapshot
+from transport.messages.to_daemon import (
     CommandDone,
-    DumpStacks,
     FatalError,
-    ProcessCommand,
     Query,
-    SetLogLevel,
     StateChanged,
     StatusHeld,
     StopInstance,
 )
-from transport.messages.telemetry import Snapshot
 from transport.sockets import Endpoints, Received, RouterSocket, SubscriberSocket
 from transport.telemetry.values import SocketStats
 

@@ -19,7 +19,9 @@ from daemon.inspection.instance_client import InstanceClient
 from transport.framing import BadMessage
 from transport.ids import ProcessName
 from transport.messages.base import Message
-from transport.messages.control import Answer, ProcessCommand, Query, StopInstance
+from transport.messages.control import ProcessCommand
+from transport.messages.from_daemon import Answer
+from transport.messages.to_daemon import Query, StopInstance
 from transport.sockets import DealerSocket, Endpoints, Received
 
 STOP_SECONDS: Final = 30.0

@@ -31,8 +31,9 @@ from daemon.system.sd_notify import ServiceManager, watchdog_seconds
 from daemon.system.stop_signals import StopSignals
 from transport.ids import ProcessName
 from transport.messages.base import Hello
-from transport.messages.control import Drain, InstanceState, InstanceStatus, PeerLost, StateChanged
+from transport.messages.from_daemon import Drain, InstanceState, InstanceStatus, PeerLost
 from transport.messages.telemetry import Snapshot
+from transport.messages.to_daemon import StateChanged
 
 TURN_SECONDS: Final = 0.5
 """Longest sleep of the main loop: timers are at most this late."""

@@ -20,7 +20,7 @@ from transport.framing import BadMessage
 from transport.ids import ProcessName
 from transport.links.daemon import DaemonLink, LinkError, exit_code_of
 from transport.messages.base import PROTOCOL_VERSION, Hello, Refused, Welcome
-from transport.messages.control import Drain, PeerLost
+from transport.messages.from_daemon import Drain, PeerLost
 from transport.messages.generate import Cancel, Encode, Encoded, RequestFailed, Throttle, TokenBatch
 from transport.messages.telemetry import RequestRow
 from transport.messages.to_router import SequenceFailed, Submit, WorkerReady

@@ -11,7 +11,9 @@ import msgspec
 
 from frontend.errors import ApiError
 from transport.messages.base import Message
-from transport.messages.control import Answer, CacheCommand, Drain, InstanceStatus, Query
+from transport.messages.control import CacheCommand
+from transport.messages.from_daemon import Answer, Drain, InstanceStatus
+from transport.messages.to_daemon import Query
 from transport.sockets import Received
 
 ANSWER_SECONDS = 5.0

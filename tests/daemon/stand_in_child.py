@@ -12,7 +12,8 @@ import zmq
 
 from transport.child import EXIT_FATAL, ProcessSettings, enter_process
 from transport.links.daemon import DaemonLink, LinkError, SocketTelemetry
-from transport.messages.control import Drain, InstanceStatus, PeerLost, StatusHeld
+from transport.messages.from_daemon import Drain, InstanceStatus, PeerLost
+from transport.messages.to_daemon import StatusHeld
 from transport.telemetry.metrics import MetricSet
 
 

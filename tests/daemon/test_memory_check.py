@@ -34,7 +34,9 @@ def memory(monkeypatch, tmp_path):
 def sparse_weights(path, size: int, dtype: str = "BF16", name: str = "w") -> None:
     """A file whose header promises one tensor, and which has its size without its blocks."""
     shape = [size // (2 if dtype == "BF16" else 1)]
-    header = json.dumps({name: {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}}).encode()
+    header = json.dumps(
+        {name: {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}}
+    ).encode()
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
         file.truncate(8 + len(header) + size)

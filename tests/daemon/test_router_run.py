@@ -23,7 +23,7 @@ from transport.child import ProcessSettings, StopFlag
 from transport.framing import token_frame
 from transport.ids import ROUTER_NAME, ProcessName, RequestId
 from transport.messages.base import PROTOCOL_VERSION, Hello, Message, Welcome
-from transport.messages.control import PeerLost
+from transport.messages.from_daemon import PeerLost
 from transport.messages.generate import (
     RUNNING,
     Cancel,

@@ -28,7 +28,7 @@ from transport.child import ProcessSettings
 from transport.framing import decode_header, encode_header, token_frame
 from transport.ids import ProcessName, RequestId
 from transport.messages.base import Message
-from transport.messages.control import CacheCommand, Query
+from transport.messages.control import CacheCommand
 from transport.messages.generate import (
     FINISH_LENGTH,
     FINISH_STOP,
@@ -42,6 +42,7 @@ from transport.messages.generate import (
     Throttle,
     TokenBatch,
 )
+from transport.messages.to_daemon import Query
 from transport.messages.to_frontend import Finished, Serving
 from transport.messages.to_router import Submit
 from transport.sockets import Received

@@ -25,14 +25,7 @@ from transport.child import ProcessSettings
 from transport.framing import token_frame
 from transport.ids import ProcessName
 from transport.messages.base import Hello, Message, Welcome
-from transport.messages.control import (
-    Answer,
-    Drain,
-    InstanceStatus,
-    Query,
-    StateChanged,
-    StatusHeld,
-)
+from transport.messages.from_daemon import Answer, Drain, InstanceStatus
 from transport.messages.generate import (
     FINISH_LENGTH,
     RUNNING,
@@ -41,6 +34,7 @@ from transport.messages.generate import (
     StageTimes,
     TokenBatch,
 )
+from transport.messages.to_daemon import Query, StateChanged, StatusHeld
 from transport.messages.to_frontend import Finished, Serving
 from transport.messages.to_router import Submit
 from transport.sockets import Endpoints, Received, RouterSocket

@@ -16,17 +16,10 @@ from transport.framing import decode_header
 from transport.ids import ProcessName
 from transport.links.daemon import DaemonLink, LinkError, SocketTelemetry
 from transport.messages.base import PROTOCOL_VERSION, Hello, Refused, Welcome
-from transport.messages.control import (
-    Answer,
-    CommandDone,
-    DumpStacks,
-    FatalError,
-    PeerLost,
-    Query,
-    SetLogLevel,
-    StateChanged,
-)
+from transport.messages.control import DumpStacks, SetLogLevel
+from transport.messages.from_daemon import Answer, PeerLost
 from transport.messages.telemetry import Snapshot
+from transport.messages.to_daemon import CommandDone, FatalError, Query, StateChanged
 from transport.sockets import RouterSocket
 from transport.stacks import ThreadStack
 from transport.telemetry.metrics import MetricSet

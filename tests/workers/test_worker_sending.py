@@ -11,7 +11,7 @@ from transport.child import StopFlag
 from transport.framing import read_tokens, token_frame
 from transport.ids import ROUTER_NAME, ProcessName, RequestId
 from transport.messages.base import Hello, Message, Welcome
-from transport.messages.control import PeerLost
+from transport.messages.from_daemon import PeerLost
 from transport.messages.generate import RUNNING, Generate, SamplingParams, TokenBatch
 from transport.messages.to_router import WorkerReady
 from transport.messages.to_worker import Start

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from frontend.errors import ApiError
+from frontend.generation.request import ModelLimits
 from frontend.links.router_client import RouterClient
 from frontend.metrics import FrontendMetrics
-from frontend.request_schema.limits import ModelLimits
 from frontend.settings import FrontendSettings
 from transport.messages.from_daemon import InstanceState
 

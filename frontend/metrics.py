@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from frontend.generation.choice_stream import ChoiceStream
 from transport.telemetry.metrics import TOKEN_BOUNDS, MetricSet
 
 STREAM_BUFFERS = "stream_buffer_bytes"
@@ -25,13 +24,12 @@ class FrontendMetrics:
         self._connections = metrics.gauge("http_connections")
         self._active = metrics.gauge("http_requests_active")
 
-    def saw_tokens(self, choice: ChoiceStream, received_at: float, now: float, count: int) -> None:
-        """`count` tokens of a choice came at `now`."""
-        if choice.last_at:
-            self._between_tokens.observe_many((now - choice.last_at) / max(count, 1), count)
+    def saw_tokens(self, last_at: float, received_at: float, now: float, count: int) -> None:
+        """`count` tokens of a choice came at `now`, the ones before at `last_at` (0.0: none did)."""
+        if last_at:
+            self._between_tokens.observe_many((now - last_at) / max(count, 1), count)
         else:
             self._first_token.observe(now - received_at)
-        choice.last_at = now
         self._generation_tokens.add(count)
 
     def saw_prompt(self, tokens: int) -> None:

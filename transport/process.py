@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from types import TracebackType
-from typing import Generic, Self
+from typing import Generic, Self, TypeVar
 
 import zmq
 from msgspec.msgpack import Decoder
@@ -14,9 +14,12 @@ from transport.child import EXIT_AGAIN, EXIT_FATAL, SettingsT, StopFlag, enter_p
 from transport.framing import MessageT
 from transport.links.daemon import DaemonLink
 from transport.links.errors import LinkError, LinkRefusedError, RouterRefusedError
+from transport.messages.base import Message
 from transport.messages.from_daemon import ToProcess
-from transport.sockets import LINGER_MS, Endpoints
+from transport.sockets import LINGER_MS, CountingSocket, DealerSocket, Endpoints
 from transport.telemetry.metrics import MetricSet
+
+RouterMessageT = TypeVar("RouterMessageT", bound=Message)
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +35,7 @@ class Process(Generic[SettingsT, MessageT]):
         self.metrics = MetricSet()
         self.endpoints = Endpoints(settings.process.run_dir)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sockets: list[CountingSocket] = []
         self.daemon = DaemonLink(self.context, settings.process, self.metrics, notices)
 
     def __enter__(self) -> Self:
@@ -44,8 +48,19 @@ class Process(Generic[SettingsT, MessageT]):
         trace: TracebackType | None,
     ) -> None:
         self.daemon.close()
+        for socket in self._sockets:
+            socket.close()
         # Sockets that an error left open must not make the end wait for ever.
         self.context.destroy(linger=LINGER_MS)
+
+    def router_socket(self, decoder: Decoder[RouterMessageT]) -> DealerSocket[RouterMessageT]:
+        """The socket to the router, closed with the process."""
+        socket = DealerSocket(
+            self.context, self.endpoints.router, self.settings.process.name, decoder
+        )
+        self._sockets.append(socket)
+        self.daemon.watch(socket)
+        return socket
 
     def end_for_good(self, reason: str) -> None:
         """Tell the daemon, with which this process may not have a line yet, why it must not be started

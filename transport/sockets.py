@@ -12,7 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 import msgspec
 import zmq
@@ -37,6 +37,13 @@ MessageT_co = TypeVar("MessageT_co", bound=Message, covariant=True)
 log = logging.getLogger(__name__)
 
 
+ROUTER_SOCKET: Final = "router.sock"
+CONTROL_SOCKET: Final = "control.sock"
+TELEMETRY_SOCKET: Final = "telemetry.sock"
+TAP_SOCKET: Final = "tap.sock"
+SOCKET_FILES: Final = (ROUTER_SOCKET, CONTROL_SOCKET, TELEMETRY_SOCKET, TAP_SOCKET)
+
+
 @dataclass(frozen=True)
 class Endpoints:
     """The socket addresses of one instance, all derived from its run directory."""
@@ -49,27 +56,26 @@ class Endpoints:
     @property
     def router(self) -> str:
         """Requests and tokens; bound by the router."""
-        return self._address("router.sock")
+        return self._address(ROUTER_SOCKET)
 
     @property
     def control(self) -> str:
         """Hello, commands and inspection; bound by the daemon."""
-        return self._address("control.sock")
+        return self._address(CONTROL_SOCKET)
 
     @property
     def telemetry(self) -> str:
         """Snapshots, PUB to SUB; bound by the daemon."""
-        return self._address("telemetry.sock")
+        return self._address(TELEMETRY_SOCKET)
 
     @property
     def tap(self) -> str:
         """What passes the router, XPUB to SUB; bound by the router."""
-        return self._address("tap.sock")
+        return self._address(TAP_SOCKET)
 
     def path_problem(self) -> str | None:
         """Why these addresses cannot be bound, or None. The kernel bounds the length of a path."""
-        addresses = (self.router, self.control, self.telemetry, self.tap)
-        longest = max(addresses, key=len).removeprefix("ipc://")
+        longest = os.path.join(self.run_dir, max(SOCKET_FILES, key=len))
         length = len(os.fsencode(longest))
         if length <= IPC_PATH_MAX_BYTES:
             return None

@@ -24,7 +24,7 @@ from typing import Final
 import psutil
 
 from daemon.errors import ConfigurationError, DeepInferError
-from transport.sockets import Endpoints
+from transport.sockets import SOCKET_FILES, Endpoints
 
 SYSTEM_DIRECTORY: Final = Path("/run/deepinfer")
 """Of root's instances and of systemd's."""
@@ -34,8 +34,7 @@ CHILDREN_FILE: Final = "children.json"
 NAME_FILE: Final = "instance"
 LOG_FILE: Final = "deepinfer.log"
 OWN_FILES: Final = (
-    "router.sock", "control.sock", "telemetry.sock", "tap.sock", CHILDREN_FILE,
-    f"{CHILDREN_FILE}.new", PID_FILE, NAME_FILE, LOG_FILE,
+    *SOCKET_FILES, CHILDREN_FILE, f"{CHILDREN_FILE}.new", PID_FILE, NAME_FILE, LOG_FILE,
 )  # fmt: skip
 _NOTIFY_FILE: Final = re.compile(r"n(\d+)\.sock")
 _LEFTOVER_SECONDS: Final = 10.0

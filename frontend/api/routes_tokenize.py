@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from frontend.api.routes_generate import read_object
+from frontend.api.routes_generate import receive_body
+from frontend.api.tokenize import read_detokenize, read_tokenize
 from frontend.http.call import call_of
 from frontend.http.reply import send_bytes
-from frontend.request_schema.tokenize import read_detokenize, read_tokenize
 from frontend.services import Services
 from transport.ids import RequestId
 
@@ -20,7 +20,7 @@ class Tokenize:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, limits = await read_object(scope, receive, self._services)
+        body, limits = await receive_body(scope, receive, self._services)
         prompt = read_tokenize(body, limits)
         ids = await self._services.router.encode(RequestId(call_of(scope).id), prompt)
         answer = {"tokens": ids, "count": len(ids), "max_model_len": limits.max_model_len}
@@ -34,6 +34,6 @@ class Detokenize:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, limits = await read_object(scope, receive, self._services)
+        body, limits = await receive_body(scope, receive, self._services)
         text = self._services.texts.decode(read_detokenize(body, limits))
         await send_bytes(send, 200, msgspec.json.encode({"prompt": text, "content": text}))

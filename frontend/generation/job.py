@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 from typing import Protocol
 
 from frontend.errors import ApiError
-from frontend.generation.choice_stream import ChoiceStream
-from frontend.generation.generation import Generation, Listener, RouterCommands
+from frontend.generation.choice import Choice
+from frontend.generation.deltas import DeltaConsumer, FinishReason
+from frontend.generation.generation import Generation, RouterCommands
+from frontend.generation.output_parser import PlainText
+from frontend.generation.request import GenerationRequest
 from frontend.generation.text_decoding import TokenTexts
 from frontend.generation.usage import Usage
 from frontend.metrics import FrontendMetrics
-from frontend.request_schema.prompts import GenerationRequest
 from transport.ids import RequestId
 from transport.messages.generate import CancelCause, StageTimes
 from transport.messages.to_router import Submit
@@ -46,18 +49,17 @@ class Job:
         """`affinity`: the conversation that the client says this is; empty: told by the prompt."""
         self.request = request
         self.call_id = call_id
-        self.finish_reasons: list[str] = []
         self.cancelled: CancelCause | None = None
         self.generations: list[Generation] = []
         self._router = router
         self._texts = texts
         self._metrics = metrics
-        self._received_at = received_at
+        self.received_at = received_at
         self._affinity = affinity
-        self._listener: Listener | None = None
+        self._consumer: DeltaConsumer | None = None
 
     @property
-    def choices(self) -> int:
+    def choice_count(self) -> int:
         return len(self.request.prompts) * self.request.common.n
 
     @property
@@ -65,18 +67,24 @@ class Job:
         return all(generation.finished for generation in self.generations)
 
     @property
+    def finish_reasons(self) -> list[FinishReason]:
+        """Of the choices that have one."""
+        reasons = [choice.finish_reason for g in self.generations for choice in g.choices]
+        return [reason for reason in reasons if reason is not None]
+
+    @property
     def first_token_at(self) -> float:
         """When the first token of all came, CLOCK_MONOTONIC seconds; 0.0 = never."""
         times = [g.first_token_at for g in self.generations if g.first_token_at]
         return min(times, default=0.0)
 
-    def start(self, listener: Listener) -> None:
+    def start(self, consumer: DeltaConsumer) -> None:
         """Hand all prompts to the router.
 
         Raises:
             ApiError: 503, the router does not take them.
         """
-        self._listener = listener
+        self._consumer = consumer
         common = self.request.common
         for position, prompt in enumerate(self.request.prompts):
             suffix = f"-{position}" if len(self.request.prompts) > 1 else ""
@@ -84,15 +92,19 @@ class Job:
                 RequestId(f"{self.call_id}{suffix}"),
                 prompt,
                 position * common.n,
-                [ChoiceStream(self._texts.decoder(), common.stops) for _ in range(common.n)],
+                [self._new_choice() for _ in range(common.n)],
                 self._router,
-                listener,
+                consumer.write,
+                partial(self._prompt_failed, consumer),
                 self._metrics,
-                self._received_at,
+                self.received_at,
             )
             self.generations.append(generation)
         for generation in self.generations:
             self._router.submit(generation, self._submit(generation))
+
+    def _new_choice(self) -> Choice:
+        return Choice(self._texts.decoder(), self.request.common.stops, PlainText())
 
     def _submit(self, generation: Generation) -> Submit:
         common, prompt = self.request.common, generation.prompt
@@ -100,7 +112,7 @@ class Job:
             request_id=generation.request_id,
             kind=prompt.kind,
             generate=common.generate,
-            received_at=self._received_at,
+            received_at=self.received_at,
             n=common.n,
             affinity=self._affinity or prompt.affinity,
             add_special_tokens=prompt.add_special_tokens,
@@ -118,10 +130,6 @@ class Job:
             ),
         )
 
-    def choice_finished(self, reason: str) -> None:
-        self.finish_reasons.append(reason)
-        self._metrics.finished(reason)
-
     def throttle(self, paused: bool) -> None:
         for generation in self.generations:
             generation.throttle(paused)
@@ -136,14 +144,18 @@ class Job:
 
     def fail(self, error: ApiError) -> None:
         """End it with an error for the client, because the server cannot go on."""
-        if self._listener is not None and not self.finished:
+        if self._consumer is not None and not self.finished:
             self.cancel("shutdown")
-            self._listener.on_failure(error)
+            self._consumer.fail(error)
 
     def give_up(self) -> None:
         """One prompt failed, so the others are of no use."""
         for generation in self.generations:
             generation.cancel("failed")
+
+    def _prompt_failed(self, consumer: DeltaConsumer, error: ApiError) -> None:
+        self.give_up()
+        consumer.fail(error)
 
     def close(self) -> None:
         """The answer is out: nothing is wanted of the router any more."""

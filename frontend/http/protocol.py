@@ -26,9 +26,8 @@ from uvicorn.protocols.http.httptools_impl import (
 from uvicorn.server import ServerState
 
 from frontend.errors import ApiError
-from frontend.http.call import kept_request_id
+from frontend.http.call import ABORT, kept_request_id
 
-ABORT = "deepinfer.abort"
 LINGER_SECONDS = 2.0
 """How long a refused client may go on sending before the connection is cut."""
 

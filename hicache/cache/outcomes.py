@@ -89,11 +89,3 @@ class StorePlan:
     """What was there before and must stay for the rest to make sense."""
     stamp: int
     serial: int
-
-
-@dataclass(frozen=True, eq=False)
-class Announcement:
-    """A prompt whose prefill is under way; `keys` are of the positions where a hit will be possible."""
-
-    keys: tuple[bytes, ...] = field(repr=False)
-    serial: int

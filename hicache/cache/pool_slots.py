@@ -90,7 +90,7 @@ class PoolSlots:
         self.evicted_pages += len(evicted)
         self.evicted_states += len(states)
         slots = self._free_pages.take(count)
-        self._pool.pages.begin_write(slots)
+        self._pool.page_headers.begin_write(slots)
         return slots
 
     def take_states(self, count: int) -> SlotArray:
@@ -104,7 +104,7 @@ class PoolSlots:
         self.free_states(np.array(evicted, np.int32))
         self.evicted_states += len(evicted)
         slots = self._free_states.take(count)
-        self._pool.states.begin_write(slots)
+        self._pool.state_headers.begin_write(slots)
         return slots
 
     def publish_pages(
@@ -123,7 +123,7 @@ class PoolSlots:
             self.index.insert_page(key, above, slot, stamp)
             added += 1
         depths = [self.index.depth(slot) for slot in slots[:added].tolist()]
-        self._pool.pages.publish(
+        self._pool.page_headers.publish(
             slots[:added],
             keys[:added],
             [parent or _NO_PARENT for parent in parents[:added]],
@@ -139,7 +139,9 @@ class PoolSlots:
             return False
         self.index.insert_state(page, slot, stamp)
         depth = np.array([self.index.depth(page)], np.uint32)
-        self._pool.states.publish(np.array([slot], np.int32), [key], [_NO_PARENT], depth, stamp)
+        self._pool.state_headers.publish(
+            np.array([slot], np.int32), [key], [_NO_PARENT], depth, stamp
+        )
         return True
 
     # ---- pins ---------------------------------------------------------------------------------
@@ -147,9 +149,9 @@ class PoolSlots:
     def pin(self, prefix: PinnedPrefix, stamp: int) -> None:
         """Keep a prefix and note its use, also for the next process."""
         self.index.pin(prefix, stamp)
-        self._pool.pages.touch(prefix.pages, stamp)
+        self._pool.page_headers.touch(prefix.pages, stamp)
         if prefix.state != NO_SLOT:
-            self._pool.states.touch(np.array([prefix.state], np.int32), stamp)
+            self._pool.state_headers.touch(np.array([prefix.state], np.int32), stamp)
 
     def unpin(self, prefix: PinnedPrefix) -> None:
         pages, states = self.index.unpin(prefix)
@@ -160,18 +162,18 @@ class PoolSlots:
 
     def free_pages(self, slots: SlotArray) -> None:
         """Return slots that the index does not know."""
-        self._pool.pages.invalidate(slots)
+        self._pool.page_headers.invalidate(slots)
         self._free_pages.give_back(slots)
 
     def free_states(self, slots: SlotArray) -> None:
         """Return slots that the index does not know."""
-        self._pool.states.invalidate(slots)
+        self._pool.state_headers.invalidate(slots)
         self._free_states.give_back(slots)
 
     def flush(self) -> None:
         """Find nothing any more. Slots that are pinned or being written stay where they are."""
-        self._pool.pages.invalidate(self._pool.pages.slots_with_status(VALID))
-        self._pool.states.invalidate(self._pool.states.slots_with_status(VALID))
+        self._pool.page_headers.invalidate(self._pool.page_headers.slots_with_status(VALID))
+        self._pool.state_headers.invalidate(self._pool.state_headers.slots_with_status(VALID))
         pages, states = self.index.clear()
         self._free_pages.give_back(np.array(pages, np.int32))
         self._free_states.give_back(np.array(states, np.int32))
@@ -179,7 +181,7 @@ class PoolSlots:
     # ---- a pool that an earlier process filled ------------------------------------------------
 
     def _recover_pages(self) -> list[int]:
-        table, index = self._pool.pages, self.index
+        table, index = self._pool.page_headers, self.index
         table.invalidate(table.damaged())
         good: list[int] = []
         for found in table.valid_slots():
@@ -195,7 +197,7 @@ class PoolSlots:
         return good
 
     def _recover_states(self) -> list[int]:
-        table, index = self._pool.states, self.index
+        table, index = self._pool.state_headers, self.index
         table.invalidate(table.damaged())
         good: list[int] = []
         for found in table.valid_slots():
@@ -234,8 +236,8 @@ class PoolSlots:
             [*states.values(), *kept_states, *writing_states.tolist()]
         )
         for table, slots, writing in (
-            (self._pool.pages, pages, writing_pages),
-            (self._pool.states, states, writing_states),
+            (self._pool.page_headers, pages, writing_pages),
+            (self._pool.state_headers, states, writing_states),
         ):
             headers = {(v.key, v.slot, v.depth) for v in table.valid_slots()}
             if headers != {(k, s, self.index.depth(pages[k])) for k, s in slots.items()}:

@@ -12,15 +12,14 @@ states, ends where a state was stored.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 
 import msgspec
 
-from hicache.cache.announcements import Announcements
 from hicache.cache.index import NO_SLOT, PinnedPrefix
 from hicache.cache.miss_log import MissLog
-from hicache.cache.outcomes import Announcement, Hit, Miss, MissReason, StorePlan
+from hicache.cache.outcomes import Hit, Miss, MissReason, StorePlan
 from hicache.cache.pool_slots import PoolSlots
 from hicache.cache.stats import CacheCounts, CacheStats, MissRecord, TopPrefix
 from hicache.cache.stores import Stores
@@ -65,7 +64,6 @@ class PrefixCache:
         )
         self._serials = count()
         self._hits: dict[int, Hit] = {}
-        self._announcements = Announcements()
         self._misses = MissLog()
 
     # ---- prompts ------------------------------------------------------------------------------
@@ -242,30 +240,11 @@ class PrefixCache:
         self._stores.flush()
         self._slots.flush()
 
-    # ---- prefills under way -------------------------------------------------------------------
-
-    def announce(self, prompt: PromptKeys, anchors: Sequence[int] | None = None) -> Announcement:
-        """Say that this prompt is being computed and will be stored with these anchors.
-
-        `withdraw` it when its store is committed or abandoned, or when the prefill is aborted.
-        """
+    def resume_keys(self, prompt: PromptKeys, anchors: Sequence[int] | None = None) -> list[bytes]:
+        """Where a hit can end once this prompt is stored with these anchors: keys of those pages."""
         if not self._has_states:
-            return self._announcements.open(prompt.keys)
-        ends = self._anchor_pages(prompt, anchors)
-        return self._announcements.open([prompt.keys[end - 1] for end in ends])
-
-    def withdraw(self, announcement: Announcement) -> None:
-        """The announced prefill is over, well or not. Idempotent."""
-        self._announcements.close(announcement)
-
-    def is_announced(self, announcement: Announcement) -> bool:
-        """Whether it was not withdrawn."""
-        return self._announcements.is_open(announcement)
-
-    def announced(self, prompt: PromptKeys) -> Iterator[tuple[int, Announcement]]:
-        """Hits that announced prefills will make possible: tokens and who announced it, longest first."""
-        for pages, announcement in self._announcements.along(self.hit_keys(prompt)):
-            yield pages * self._page_tokens, announcement
+            return list(prompt.keys)
+        return [prompt.keys[end - 1] for end in self._anchor_pages(prompt, anchors)]
 
     # ---- for people ---------------------------------------------------------------------------
 
@@ -315,4 +294,3 @@ class PrefixCache:
             AssertionError: something is wrong; the message says what.
         """
         self._stores.check_integrity([hit.prefix for hit in self._hits.values()])
-        self._announcements.check_integrity()

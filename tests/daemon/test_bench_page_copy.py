@@ -46,8 +46,8 @@ def cases():
 def test_no_row_is_both_loaded_and_stored(cases):
     """Else copies in both directions at once would race."""
     for case in cases:
-        for side, count in (("device", case.device_rows), ("host", case.host_rows)):
-            rows = np.concatenate([getattr(case.up, side), getattr(case.down, side)])
+        for side, count in (("here", case.device_rows), ("there", case.host_rows)):
+            rows = np.concatenate([getattr(case.load, side), getattr(case.store, side)])
             assert len(np.unique(rows)) == len(rows)
             assert rows.min() >= 0
             assert rows.max() < count
@@ -57,22 +57,22 @@ def test_no_row_is_both_loaded_and_stored(cases):
 def test_every_run_of_the_benchmark_copies_the_same_rows(cases):
     for first, again in zip(cases, all_cases(), strict=True):
         assert first.name == again.name
-        for one, other in ((first.up, again.up), (first.down, again.down)):
-            np.testing.assert_array_equal(one.device, other.device)
-            np.testing.assert_array_equal(one.host, other.host)
+        for one, other in ((first.load, again.load), (first.store, again.store)):
+            np.testing.assert_array_equal(one.here, other.here)
+            np.testing.assert_array_equal(one.there, other.there)
 
 
 def test_a_fresh_pool_gives_one_run_and_a_churned_one_many():
     fresh, churned = fresh_prompts(), churned_prompts(Random(1))
-    assert len(fresh.up.device) == len(churned.up.device) == 32 * 1024 // 128
-    assert len(merge_runs(*fresh.up).length) == len(merge_runs(*fresh.down).length) == 1
-    assert len(merge_runs(*churned.up).length) > 4
+    assert len(fresh.load.here) == len(churned.load.here) == 32 * 1024 // 128
+    assert len(merge_runs(*fresh.load).length) == len(merge_runs(*fresh.store).length) == 1
+    assert len(merge_runs(*churned.load).length) > 4
     assert churned.mean_run_bytes() < fresh.mean_run_bytes() / 4
 
 
 def test_scattered_rows_stay_single_and_within_bounds():
     case = scattered_rows(1 << 20, Random(2))
-    assert len(case.up.device) * case.row_bytes == 512 << 20
+    assert len(case.load.here) * case.row_bytes == 512 << 20
     assert case.mean_run_bytes() < 1.1 * case.row_bytes
 
 

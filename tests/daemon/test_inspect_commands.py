@@ -68,7 +68,7 @@ class FakeDaemon:
         self._bound.set()
         while not self._end.is_set():
             poller.poll(20)
-            server.handle_incoming(self)
+            server.handle_incoming(self, self)
         server.close()
         context.term()
 

@@ -19,6 +19,7 @@ from daemon.instance.role_settings import MODULES, child_specs, make_plan
 from frontend import run as frontend_run
 from frontend.settings import FrontendSettings
 from transport.child import EXIT_AGAIN, EXIT_FATAL, StopFlag
+from transport.messages.any import ANY_MESSAGE
 from transport.messages.base import Hello, Refused, Welcome
 from transport.sockets import Endpoints, RouterSocket
 
@@ -69,7 +70,7 @@ class Answering:
     """Answers every hello at one endpoint, until closed."""
 
     def __init__(self, context: zmq.Context, endpoint: str, answer: Welcome | Refused) -> None:
-        self._socket = RouterSocket(context, endpoint)
+        self._socket = RouterSocket(context, endpoint, ANY_MESSAGE)
         self._answer = answer
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run)

@@ -16,8 +16,8 @@ import pytest
 import uvicorn
 import zmq
 
+from frontend.api.app import FrontendApp
 from frontend.gate import Gate
-from frontend.http.app import FrontendApp
 from frontend.http.auth import ApiKeys
 from frontend.http.protocol import with_limits
 from frontend.links.router_client import RouterClient
@@ -43,9 +43,8 @@ from transport.messages.generate import (
     TokenBatch,
 )
 from transport.messages.to_daemon import Query
-from transport.messages.to_frontend import Finished, Serving
-from transport.messages.to_router import Submit
-from transport.sockets import Received
+from transport.messages.to_frontend import TO_FRONTEND, Finished, Serving
+from transport.messages.to_router import TO_ROUTER, Submit
 from transport.telemetry.metrics import MetricSet
 
 EOS = 256
@@ -121,7 +120,7 @@ class FakeRouter:
         return [message for message in self.sent if isinstance(message, kind)]
 
     def send(self, message: Message, *frames: bytes) -> bool:
-        message = decode_header(encode_header(message))
+        message = decode_header(encode_header(message), TO_ROUTER)
         self.sent.append(message)
         payload = bytes(frames[0]) if frames else b""
         match message:
@@ -140,9 +139,9 @@ class FakeRouter:
         return True
 
     def deliver(self, message: Message, *frames: bytes) -> None:
-        header = zmq.Frame(encode_header(message))
+        message = decode_header(encode_header(message), TO_FRONTEND)
         payload = [zmq.Frame(bytes(frame)) for frame in frames]
-        self.client.handle(Received(decode_header(header), header, payload, ProcessName("router")))
+        self.client.handle(message, payload)
 
     def is_cancelled(self, request_id: RequestId, index: int) -> bool:
         return (request_id, index) in self.cancelled or (request_id, -1) in self.cancelled

@@ -181,9 +181,9 @@ class CheckedCache:
     def check_rows(self, reading: ReadingHit) -> None:
         for slot, prefix in zip(reading.hit.page_slots, reading.pages, strict=True):
             wanted = content("page", prefix, PAGE_BYTES)
-            np.testing.assert_array_equal(self.pool.page_rows[slot], wanted)
+            np.testing.assert_array_equal(self.pool.pages.memory[slot], wanted)
         if reading.state is not None:
-            row = self.pool.state_rows[reading.hit.state_slot]
+            row = self.pool.states.memory[reading.hit.state_slot]
             np.testing.assert_array_equal(row, content("state", reading.state, STATE_BYTES))
 
     # ---- storing ----
@@ -211,10 +211,10 @@ class CheckedCache:
         """The copy, up to so many bytes of each row."""
         for slot, prefix in zip(store.plan.page_slots, store.pages, strict=True):
             row = content("page", prefix, PAGE_BYTES)[:num_bytes]
-            self.pool.page_rows[slot, : len(row)] = row
+            self.pool.pages.memory[slot, : len(row)] = row
         for state, prefix in zip(store.plan.states, store.states, strict=True):
             row = content("state", prefix, STATE_BYTES)[:num_bytes]
-            self.pool.state_rows[state.slot, : len(row)] = row
+            self.pool.states.memory[state.slot, : len(row)] = row
 
     def commit(self, store: RunningStore) -> None:
         if store not in self.running:

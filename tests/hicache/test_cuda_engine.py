@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -16,17 +17,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hicache.cache.prefix_cache import PrefixCache
+from hicache.copies.copy_choice import CopyChoice
+from hicache.copies.open import open_cache_copies
+from hicache.manager.host import HostPrefixCache
 from hicache.pool.host_pool import HostPool, PoolGeometry
 from hicache.pool.segment import create_segment
 from transport.ids import ProcessName, RequestId
 from transport.messages.generate import Generate, SamplingParams
-from workers.contract import Engine
+from transport.telemetry.metrics import MetricSet
+from workers.contract import Engine, LaunchedStep
 from workers.engine.settings import EngineSettings
 from workers.engine.torch_engine import create_torch_engine
 from workers.models.deepseek_v41.model.engine import create_deepseek_v41_engine
-from workers.prefix_reuse import PrefixReuse
-from workers.prefix_transfer import PrefixTransfers
 from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.sequence import Sequence
 
@@ -58,7 +60,7 @@ def model_dir(tmp_path_factory):
 class Rank:
     """What a worker is made of, without its sockets."""
 
-    def __init__(self, engine: Engine, fd: int, host_pages: int) -> None:
+    def __init__(self, engine: Engine, fd: int, host_pages: int, choice: CopyChoice) -> None:
         self.engine = engine
         layout = engine.info.layout
         states = host_pages if layout.stored_state_bytes else 0
@@ -66,28 +68,27 @@ class Rank:
             layout.fingerprint, layout.page_bytes, host_pages, layout.stored_state_bytes, states
         )
         self.pool = HostPool(fd, geometry, PLENTY)
-        self.cache = PrefixCache(
-            self.pool,
-            page_tokens=layout.page_tokens,
-            replay_tokens=layout.replay_tokens,
-            max_pending_bytes=PLENTY,
+        pool = self.pool
+        copies = open_cache_copies(
+            engine.device_cache(), pool.memory, pool.pages, pool.states, choice
         )
-        self.transfers = PrefixTransfers(self.cache, self.pool, engine.cache_copies(self.pool))
-        reuse = PrefixReuse(self.cache, layout.keep_tokens)
-        self.scheduler = Scheduler(engine.info, 300, 1, reuse)
+        manager = HostPrefixCache(self.pool, layout, copies, MetricSet(), PLENTY)
+        self.cache, self.transfers = manager.cache, manager.transfers
+        self.scheduler = Scheduler(engine.info, 300, 1, manager.reuse)
+        self.in_flight: deque[LaunchedStep] = deque()
         self.got: dict[RequestId, list[int]] = {}
         self.hit_tokens = 0
 
     def turn(self) -> bool:
         plan = self.scheduler.plan()
         if plan is not None:
-            self.transfers.load(plan.loads)
-            self.engine.launch(plan)
+            self.transfers.load(plan.loads, plan.written_pages())
+            self.in_flight.append(self.engine.launch(plan))
             self.transfers.store(plan.stores)
         depth = self.engine.info.pipeline_depth if plan is not None else 0
         if self.scheduler.num_launched > depth:
-            output = self.scheduler.apply(self.engine.collect())
-            self.hit_tokens += sum(sequence.cached_tokens for sequence in output.started)
+            output = self.scheduler.apply(self.in_flight.popleft().collect())
+            self.hit_tokens += sum(sequence.prefix.cached_tokens for sequence in output.started)
             for row in output.rows:
                 self.got.setdefault(row.sequence.key[0], []).append(row.token)
         self.transfers.poll()
@@ -130,11 +131,10 @@ def open_rank(model_dir) -> Iterator[Callable[..., Rank]]:
                 max_model_len=1024, max_num_seqs=5, kv_cache_gb=KV_CACHE_GB[model],
                 gpu_memory_utilization=0.5, max_batched_tokens=300, num_threads=1,
                 report=lambda line: None, keep_tokens=24, stores_prefixes=True,
-                hicache_copy=choice,
             )  # fmt: skip
             fd = create_segment("test")
             stack.callback(os.close, fd)
-            rank = Rank(CREATE[model](settings), fd, host_pages)
+            rank = Rank(CREATE[model](settings), fd, host_pages, choice)
             # Four conversations of up to nine pages want more.
             assert 8 <= rank.engine.info.num_pages <= 20
             stack.callback(rank.close)

@@ -15,12 +15,6 @@ from hicache.cache.outcomes import Hit, Miss, MissReason, SkipReason
 from hicache.keys import PromptKeys
 
 
-def longest_announced(small, tokens: list[int], salt: str = "") -> int:
-    """Tokens of the longest hit that announced prefills will make possible."""
-    hits = small.cache.announced(keys_of(small, tokens, salt))
-    return next((num_tokens for num_tokens, _ in hits), 0)
-
-
 def numbered(count: int, first: int = 0) -> list[int]:
     return list(range(first, first + count))
 
@@ -265,40 +259,6 @@ def test_flush_forgets_all_but_overwrites_nothing_that_is_read(make_cache):
     small.cache.check_integrity()
     small.restart()
     assert small.hit(numbered(16)) == 0
-
-
-# ---- prompts that arrive together -----------------------------------------------------------------
-
-
-def test_an_announced_prefill_tells_others_what_they_can_wait_for(make_cache):
-    small = make_cache(num_pages=50)
-    first = small.cache.announce(keys_of(small, numbered(20)))
-    again = small.cache.announce(keys_of(small, numbered(12)))
-    assert longest_announced(small, numbered(20)) == 16
-    assert longest_announced(small, numbered(60)) == 20
-    assert longest_announced(small, [*numbered(9), 0, 0, 0, 0]) == 8
-    assert longest_announced(small, numbered(20), "tenant") == 0
-    longest, *shorter = small.cache.announced(keys_of(small, numbered(13)))
-    assert longest == (8, first) and (8, again) in shorter, "all who announce it, longest first"
-    small.cache.withdraw(first)
-    small.cache.withdraw(first)
-    assert not small.cache.is_announced(first) and small.cache.is_announced(again)
-    assert longest_announced(small, numbered(60)) == 12
-    small.cache.withdraw(again)
-    assert longest_announced(small, numbered(60)) == 0
-    small.cache.check_integrity()
-
-
-def test_with_states_only_the_anchors_can_be_waited_for(make_cache):
-    small = make_cache(num_pages=50, num_states=9)
-    announcement = small.cache.announce(keys_of(small, numbered(21)))
-    assert longest_announced(small, numbered(21)) == 16
-    assert longest_announced(small, numbered(60)) == 20
-    assert longest_announced(small, numbered(12)) == 0
-    promised = longest_announced(small, numbered(60))
-    small.store(numbered(21))
-    small.cache.withdraw(announcement)
-    assert small.hit(numbered(60)) == promised
 
 
 # ---- what people see ------------------------------------------------------------------------------

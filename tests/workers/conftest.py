@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from hicache.cache.prefix_cache import PrefixCache
+from hicache.copies.cache_copies import CacheCopies
+from hicache.copies.open import open_cache_copies
 from hicache.errors import HostPoolError
+from hicache.manager.host import HostPrefixCache
 from hicache.pool.host_pool import HostPool, PoolGeometry
 from hicache.pool.segment import create_segment
 from transport.ids import ProcessName, RequestId
 from transport.messages.generate import Generate, SamplingParams
-from workers.engine.fake import FakeCopies, FakeEngine, FakeEngineSettings, fake_next_token
-from workers.prefix_reuse import PrefixReuse
-from workers.prefix_transfer import PrefixTransfers
+from transport.telemetry.metrics import MetricSet
+from workers.contract import LaunchedStep
+from workers.engine.fake import FakeEngine, FakeEngineSettings, fake_next_token
 from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.sequence import Sequence
 
@@ -36,7 +39,7 @@ class LateCopies:
     """Copies that are over only at the `delay`-th question. Pages are stored as late as a GPU may do it:
     when the copy is over, or when a step or a load is about to overwrite them."""
 
-    def __init__(self, copies: FakeCopies, delay: int) -> None:
+    def __init__(self, copies: CacheCopies, delay: int) -> None:
         self._copies = copies
         self._delay = delay
         self._stores: list[tuple[set[int], _Late]] = []
@@ -47,7 +50,7 @@ class LateCopies:
         if call in self.refused:
             raise HostPoolError(f"the device refuses to {call}")
 
-    def before_overwrite(self, pages) -> None:
+    def before_step(self, pages) -> None:
         for stored, late in self._stores:
             if stored & set(pages.tolist()):
                 late.make()
@@ -56,11 +59,11 @@ class LateCopies:
     def close(self) -> None:
         """Let go of the pool, as a worker does that ends amid copies."""
         self._stores.clear()
-        del self._copies
+        self._copies = None
 
     def load_pages(self, pages, host_slots):
         self._ask("load_pages")
-        self.before_overwrite(pages)
+        self.before_step(pages)
         self._copies.load_pages(pages, host_slots)
         return _Late(self._delay)
 
@@ -121,17 +124,16 @@ class Rank:
             layout.fingerprint, layout.page_bytes, host_pages, layout.stored_state_bytes, states
         )
         self.pool = HostPool(fd, geometry, PLENTY)
-        self.cache = PrefixCache(
-            self.pool,
-            page_tokens=PAGE,
-            replay_tokens=layout.replay_tokens,
-            max_pending_bytes=PLENTY,
+        pool = self.pool
+        copies = open_cache_copies(
+            self.engine.device_cache(), pool.memory, pool.pages, pool.states, "auto"
         )
-        copies = self.engine.cache_copies(self.pool)
         self.copies = LateCopies(copies, delay)
-        self.transfers = PrefixTransfers(self.cache, self.pool, self.copies)
-        reuse = PrefixReuse(self.cache, layout.keep_tokens)
-        self.scheduler = Scheduler(self.engine.info, budget, 2, reuse)
+        manager = HostPrefixCache(self.pool, layout, self.copies, MetricSet(), PLENTY)
+        self.cache, self.transfers = manager.cache, manager.transfers
+        self.prefills = manager.prefills
+        self.scheduler = Scheduler(self.engine.info, budget, 2, manager.reuse)
+        self.in_flight: deque[LaunchedStep] = deque()
         self.depth = depth
         self.window = window
         self.got: dict[RequestId, list[int]] = {}
@@ -176,15 +178,14 @@ class Rank:
         plan = self.scheduler.plan()
         self.scheduler.check_integrity()
         if plan is not None:
-            self.transfers.load(plan.loads)
-            self.copies.before_overwrite(plan.written_pages())
-            self.engine.launch(plan)
+            self.transfers.load(plan.loads, plan.written_pages())
+            self.in_flight.append(self.engine.launch(plan))
             self.transfers.store(plan.stores)
         worked = self.scheduler.num_launched > (self.depth if plan is not None else 0)
         if worked:
-            output = self.scheduler.apply(self.engine.collect())
+            output = self.scheduler.apply(self.in_flight.popleft().collect())
             for sequence in output.started:
-                self.cached[sequence.key[0]] = sequence.cached_tokens
+                self.cached[sequence.key[0]] = sequence.prefix.cached_tokens
             for row in output.rows:
                 self.got.setdefault(row.sequence.key[0], []).append(row.token)
         has_arrived = self.transfers.poll()
@@ -199,7 +200,6 @@ class Rank:
 
     def close(self) -> None:
         self.transfers.close()
-        self.copies.close()
         self.pool.close()
 
     def check_rest(self) -> None:

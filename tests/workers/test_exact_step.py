@@ -60,8 +60,8 @@ class Run:
     def step(self, *, chunks: list[PromptChunk] = (), decodes: list[int] = ()) -> None:
         self.steps += 1
         rows = tuple(DecodeRow(slot, self.lengths[slot]) for slot in decodes)
-        self.engine.launch(StepPlan(self.steps, prompts=tuple(chunks), decodes=rows))
-        result = self.engine.collect()
+        plan = StepPlan(self.steps, prompts=tuple(chunks), decodes=rows)
+        result = self.engine.launch(plan).collect()
         slots = [chunk.slot for chunk in chunks if chunk.sample] or list(decodes)
         for slot in decodes:
             self.lengths[slot] += 1

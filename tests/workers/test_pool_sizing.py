@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from workers.contract import CacheLayout, EngineError, EngineInfo, ModelLoadError
+from hicache.layout import CacheLayout
+from workers.contract import EngineError, EngineInfo, ModelLoadError
 from workers.engine import pool_sizing
 from workers.engine.pool_sizing import allocating_pools, choose_context_length, size_pools
 from workers.engine.settings import EngineSettings

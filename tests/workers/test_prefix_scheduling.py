@@ -218,7 +218,7 @@ def test_a_hit_that_was_not_loaded_yet_goes_with_its_sequence(make_rank):
     scheduler._cover = lambda sequence, start, stop: start if start else cover(sequence, 0, stop)
     sequence = rank.add(1, prompt, 1)
     assert scheduler.plan() is None
-    assert sequence.cached_tokens > 0 and rank.cache.stats().pages_pinned > 0
+    assert sequence.prefix.cached_tokens > 0 and rank.cache.stats().pages_pinned > 0
     rank.cancel(1)
     assert rank.cache.stats().pages_pinned == 0
     scheduler._cover = cover
@@ -233,5 +233,5 @@ def test_a_hit_is_loaded_with_the_first_chunk(make_rank):
     rank.run()
     sequence = rank.add(1, prompt, 1)
     (load,) = rank.scheduler.plan().loads
-    assert (load.slot, load.hit.num_tokens) == (sequence.slot, sequence.cached_tokens)
+    assert (load.slot, load.hit.num_tokens) == (sequence.slot, sequence.prefix.cached_tokens)
     assert list(load.pages) == sequence.pages[: load.hit.num_tokens // PAGE]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hicache.cache.outcomes import MissReason, SkipReason
+from hicache.manager.telemetry import PrefixTelemetry
 from transport.telemetry.metrics import MetricSet
-from workers.prefix_telemetry import PrefixTelemetry
 
 
 def labels_of(metrics: MetricSet, name: str) -> dict[str, float]:

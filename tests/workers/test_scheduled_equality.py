@@ -78,8 +78,7 @@ def run_scheduled(
             plan = scheduler.plan()
             if plan is None:
                 continue
-            engine.launch(plan)
-            for row in scheduler.apply(engine.collect()).rows:
+            for row in scheduler.apply(engine.launch(plan).collect()).rows:
                 unfinished -= row.finish != RUNNING
             scheduler.check_integrity()
             if not unfinished:

@@ -7,6 +7,7 @@ chunked, paused or cancelled meanwhile.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +22,7 @@ from transport.messages.generate import (
     Generate,
     SamplingParams,
 )
+from workers.contract import LaunchedStep
 from workers.engine.fake import FakeEngine, FakeEngineSettings, fake_next_token
 from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.sequence import Sequence
@@ -112,6 +114,7 @@ def test_every_sequence_gets_exactly_its_tokens(
     finish: dict[RequestId, int] = {}
     started: list[RequestId] = []
     cancelled: set[RequestId] = set()
+    in_flight: deque[LaunchedStep] = deque()
     for turn in range(5000):
         for number, wanted in enumerate(traffic):
             key = RequestId(f"r{number}")
@@ -129,9 +132,9 @@ def test_every_sequence_gets_exactly_its_tokens(
         if plan is not None:
             assert bool(plan.prompts) != bool(plan.decodes)
             assert sum(len(chunk.tokens) for chunk in plan.prompts) <= budget
-            engine.launch(plan)
+            in_flight.append(engine.launch(plan))
         if scheduler.num_launched > (depth if plan is not None else 0):
-            output = scheduler.apply(engine.collect())
+            output = scheduler.apply(in_flight.popleft().collect())
             scheduler.check_integrity()
             started += [sequence.key[0] for sequence in output.started]
             for row in output.rows:
@@ -189,8 +192,7 @@ def test_prompts_wait_for_the_interval_only_while_something_decodes():
         plan = scheduler.plan()
         assert plan is not None
         kinds += "P" if plan.prompts else "d"
-        engine.launch(plan)
-        scheduler.apply(engine.collect())
+        scheduler.apply(engine.launch(plan).collect())
     assert kinds == "PdddddPddddddd"
 
 
@@ -205,8 +207,7 @@ def test_better_priority_displaces_the_last_in_rank_when_slots_run_out():
         plan = scheduler.plan()
         if plan is None:
             break
-        engine.launch(plan)
-        for row in scheduler.apply(engine.collect()).rows:
+        for row in scheduler.apply(engine.launch(plan).collect()).rows:
             if row.finish != RUNNING:
                 order.append(row.sequence.key[0])
     assert order == ["r1", "r0"]
@@ -226,6 +227,5 @@ def test_nobody_is_displaced_for_a_prompt_that_does_not_fit():
         scheduler.check_integrity()
         if plan is None:
             break
-        engine.launch(plan)
-        scheduler.apply(engine.collect())
+        scheduler.apply(engine.launch(plan).collect())
     assert scheduler.counts.preemptions == 0

@@ -24,9 +24,9 @@ from transformers import (
     Qwen3Config,
 )
 
+from hicache.layout import CacheLayout
 from transport.messages.generate import SamplingParams
 from workers.contract import (
-    CacheLayout,
     DecodeRow,
     EngineError,
     ModelLoadError,
@@ -173,8 +173,7 @@ class Driver:
         self.computed: dict[int, int] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
-        self.engine.launch(plan)
-        return self.engine.collect()
+        return self.engine.launch(plan).collect()
 
     def begin(self, slot: int, prompt: Sequence[int], chunk: int, seed: int = 0) -> None:
         self.sequences[slot] = list(prompt)
@@ -417,13 +416,14 @@ def test_logprobs_are_the_models_own(checkpoints: Callable[[str], Path]) -> None
 
 def test_order_of_calls_is_checked(checkpoints: Callable[[str], Path]) -> None:
     engine = open_engine(checkpoints("llama"))
-    with pytest.raises(EngineError, match="No step"):
-        engine.collect()
     driver = Driver(engine, GREEDY)
     driver.begin(0, make_prompt(5), 99)
-    engine.launch(driver.decode_plan([0]))
+    step = engine.launch(driver.decode_plan([0]))
     with pytest.raises(EngineError, match="collect one"):
         engine.launch(driver.decode_plan([0]))
+    assert len(step.collect().tokens) == 1
+    with pytest.raises(EngineError, match="collected already"):
+        step.collect()
     engine.close()
     engine.close()
     with pytest.raises(EngineError, match="closed"):
@@ -470,14 +470,14 @@ def test_launch_never_waits_for_the_gpu(name: str, checkpoints: Callable[[str], 
     driver.sequences[2], driver.pages[2], driver.prompt_len[2] = make_prompt(99), [], 99
     torch.cuda.set_sync_debug_mode("error")
     try:
-        engine.launch(StepPlan(0, prompts=(driver.chunk(2, 0, 60),)))
-        engine.launch(driver.decode_plan([0, 1]))
-        engine.collect()
-        engine.launch(driver.decode_plan([1, 0]))
+        first = engine.launch(StepPlan(0, prompts=(driver.chunk(2, 0, 60),)))
+        second = engine.launch(driver.decode_plan([0, 1]))
+        first.collect()
+        third = engine.launch(driver.decode_plan([1, 0]))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len(engine.collect().tokens) == 2
-    assert len(engine.collect().tokens) == 2
+    assert len(second.collect().tokens) == 2
+    assert len(third.collect().tokens) == 2
     engine.close()
 
 

@@ -199,7 +199,7 @@ def test_longer_sequences_do_not_change_shorter_ones(tmp_path: Path) -> None:
     short, long = chunk(0, 40), chunk(1, 200)
     logprobs = []
     for prompts in ((short,), (long, short)):
-        engine.launch(StepPlan(0, prompts=prompts))
-        logprobs.append(engine.collect().logprobs[len(prompts) - 1])
+        result = engine.launch(StepPlan(0, prompts=prompts)).collect()
+        logprobs.append(result.logprobs[len(prompts) - 1])
     assert logprobs[0].chosen == pytest.approx(logprobs[1].chosen, abs=1e-4)
     assert logprobs[0].top_ids.tolist() == logprobs[1].top_ids.tolist()

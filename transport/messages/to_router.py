@@ -40,9 +40,8 @@ class SequenceFailed(Message, frozen=True):
 
 
 class Submit(Message, frozen=True):
-    """A new request. Frame 0: the prompt — for `chat` a JSON object
-    `{"messages": [...], "tools": [...]|null, "template_kwargs": {...}}`, for `text` UTF-8,
-    for `tokens` int32 ids."""
+    """A new request. Frame 0: the prompt — for `chat` a `Conversation` as JSON,
+    for `text` UTF-8, for `tokens` int32 ids."""
 
     request_id: RequestId
     kind: PromptKind
@@ -61,5 +60,6 @@ class Submit(Message, frozen=True):
 FromFrontend = Submit | Encode | Cancel | Throttle
 FromTokenizer = Encoded | RequestFailed
 FromWorker = WorkerReady | TokenBatch | SequenceFailed
-ToRouter = Hello | FromFrontend | FromTokenizer | FromWorker
+RouterWork = FromFrontend | FromTokenizer | FromWorker
+ToRouter = Hello | RouterWork
 TO_ROUTER: Final[Decoder[ToRouter]] = Decoder(ToRouter)

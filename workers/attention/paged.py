@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from hicache.layout import CacheLayout
 from workers.attention.math import AttentionOptions, attend
-from workers.contract import CacheLayout, ModelLoadError
-from workers.models.cache_layout import PAGE_TOKENS
+from workers.contract import PAGE_TOKENS, ModelLoadError
 
 ATTENTION_NAME: Final = "deepinfer_paged"
 

@@ -115,8 +115,7 @@ def _measure_peak(
     limit = settings.max_batched_tokens
     try:
         for plan in heaviest_steps(info, limit):
-            engine.launch(plan)
-            engine.collect()
+            engine.launch(plan).collect()
     except EngineError as error:
         raise ModelLoadError(
             f"A trial step of {limit} tokens failed; lower --max-batched-tokens or --max-model-len ({error})."

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from hicache.copies.copy_choice import CopyChoice
-    from workers.contract import CacheLayout
+    from hicache.layout import CacheLayout
     from workers.settings import Accelerator, KVDType, LoadFormat
 
 
@@ -44,8 +43,6 @@ class EngineSettings:
     """Entries of `config.json` to replace; nested objects are merged."""
     stores_prefixes: bool = False
     """A host prefix cache stores pages and states of this engine."""
-    hicache_copy: CopyChoice = "auto"
-    """How pages travel between a GPU and the host prefix cache."""
     check_layout: Callable[[CacheLayout], object] = lambda _layout: None
     """Called by an engine that knows its cache layout before it loads the weights, to have what cannot be
     served refused by then (`ModelLoadError`). The fingerprint is not final yet."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from workers.attention.paged import AttentionStep, DecodeStep, PagePool, Segment, SegmentedStep
+from workers.contract import PAGE_TOKENS
 from workers.engine.device import upload_int32
-from workers.models.cache_layout import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from workers.contract import DecodeRow, PromptChunk, StepPlan

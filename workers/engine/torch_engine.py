@@ -12,20 +12,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hicache.copies.copy_choice import CopyChoice
-from hicache.copies.cuda.pools import PinnedPool, open_cuda_row_copier
-from hicache.copies.row_copy import CpuRowCopier, PendingCopy, RowCopier
-from hicache.copies.runs import IndexArray
-from hicache.errors import HostPoolError
-from hicache.pool.host_pool import HostPool
+from hicache.copies.cache_copies import DeviceCache
+from hicache.copies.cuda.rows import tensor_rows
 from workers.attention.paged import PagePool, SegmentedStep
 from workers.contract import (
-    CacheCopies,
     EngineError,
     EngineInfo,
     ModelLoadError,
     StepPlan,
-    StepResult,
 )
 from workers.engine.device import (
     DTypeName,
@@ -33,9 +27,9 @@ from workers.engine.device import (
     offline_environment,
     open_device,
 )
-from workers.engine.launched_steps import LaunchedSteps
 from workers.engine.memory_plan import pages_for
 from workers.engine.pool_sizing import allocating_pools, choose_context_length, size_pools
+from workers.engine.running_step import RunningStep, StepRunner
 from workers.engine.settings import EngineSettings
 from workers.engine.step_inputs import SlotTables
 from workers.models.cache_layout import build_cache_layout, layer_shapes, weights_identity
@@ -55,7 +49,6 @@ class TorchEngine:
         info: EngineInfo,
         device: torch.device,
         exact: TiledLayers | None = None,
-        hicache_copy: CopyChoice = "auto",
     ) -> None:
         """Args:
         model: what computes.
@@ -63,7 +56,6 @@ class TorchEngine:
         info: what this engine offers.
         device: of both.
         exact: the model's linear layers, for results that do not depend on the batch.
-        hicache_copy: how pages travel between a GPU and the host pool.
         """
         self._info = info
         self._exact = exact
@@ -75,10 +67,7 @@ class TorchEngine:
         self._sampler: Sampler | None = Sampler(
             info.max_num_seqs, info.vocab_size, info.eos_token_ids, device
         )
-        self._launched = LaunchedSteps(device, info.pipeline_depth)
-        self._hicache_copy: CopyChoice = hicache_copy
-        self._pinned: PinnedPool | None = None
-        self._copies: PageCopies | None = None
+        self._runner = StepRunner(device, info.pipeline_depth)
 
     @property
     def info(self) -> EngineInfo:
@@ -93,18 +82,18 @@ class TorchEngine:
         """
         return self._open()[1].pool
 
-    def launch(self, plan: StepPlan) -> None:
+    def launch(self, plan: StepPlan) -> RunningStep:
         """See `Engine.launch`.
 
         Raises:
             EngineError: the engine is closed, has too many steps running, or the device failed.
         """
-        self._launched.launch(plan.step, lambda: self._compute(plan))
+        return self._runner.launch(plan.step, lambda: self._compute(plan))
 
     def _compute(self, plan: StepPlan) -> tuple[list[int], SampledTokens]:
         model, tables, sampler = self._open()
-        if self._copies is not None:
-            self._copies.before_step(plan)
+        if not plan.prompts and not plan.decodes:
+            return [], SampledTokens(tables.last_token[:0], [], [])
         sampler.observe(plan.prompts)
         inputs = tables.prepare(plan)
         attention = inputs.attention
@@ -121,27 +110,10 @@ class TorchEngine:
         tables.last_token[inputs.slot_index] = sampled.tokens
         return inputs.slots, sampled
 
-    def collect(self) -> StepResult:
-        return self._launched.collect().result()
-
-    def cache_copies(self, pool: HostPool) -> CacheCopies:
-        rows = self.page_pool.rows
-        if rows.device.type == "cpu":
-            return PageCopies(CpuRowCopier(rows.numpy(), pool.page_rows))
-        try:
-            self._pinned = PinnedPool(pool)
-            copier = open_cuda_row_copier(rows, pool.page_rows, self._hicache_copy)
-        except HostPoolError as error:
-            raise EngineError(str(error)) from error
-        self._copies = PageCopies(copier)
-        return self._copies
+    def device_cache(self) -> DeviceCache:
+        return DeviceCache(tensor_rows(self.page_pool.rows))
 
     def close(self) -> None:
-        if self._pinned is not None:
-            torch.cuda.synchronize(self._device)
-            self._pinned.close()
-            self._pinned = self._copies = None
-        self._launched.clear()
         self._model = self._tables = self._sampler = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -150,29 +122,6 @@ class TorchEngine:
         if self._model is None or self._tables is None or self._sampler is None:
             raise EngineError("The engine is closed.")
         return self._model, self._tables, self._sampler
-
-
-class PageCopies:
-    """`workers.contract.CacheCopies` of a model that keeps no state beside its pages."""
-
-    def __init__(self, copier: RowCopier) -> None:
-        self._copier = copier
-
-    def before_step(self, plan: StepPlan) -> None:
-        """Keep the pages that `plan` writes to apart from stores that are under way."""
-        self._copier.before_overwrite(plan.written_pages())
-
-    def load_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
-        return self._copier.upload(pages, host_slots)
-
-    def store_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
-        return self._copier.download(pages, host_slots)
-
-    def load_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
-        raise EngineError("This model keeps no states.")
-
-    def store_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
-        raise EngineError("This model keeps no states.")
 
 
 def create_torch_engine(settings: EngineSettings) -> TorchEngine:
@@ -213,7 +162,7 @@ def create_torch_engine(settings: EngineSettings) -> TorchEngine:
 
     def open_engine(sized: EngineInfo) -> TorchEngine:
         pool = PagePool(sized.layout, sized.num_pages, device)
-        return TorchEngine(model, pool, sized, device, exact, settings.hicache_copy)
+        return TorchEngine(model, pool, sized, device, exact)
 
     info = size_pools(settings, info, device, open_engine)
     with allocating_pools(info, device):

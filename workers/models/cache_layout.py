@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from workers.contract import CacheLayout, ModelLoadError, TensorSlice
+from hicache.layout import CacheLayout, TensorSlice
+from workers.contract import PAGE_TOKENS, ModelLoadError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedConfig
 
-PAGE_TOKENS: Final = 128
 ROW_ALIGNMENT: Final = 256
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 COMPUTE_VERSION: Final = 1

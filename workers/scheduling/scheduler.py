@@ -19,19 +19,18 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from hicache.manager.null import NO_REUSE, Reuse
+from hicache.manager.step_copies import PrefixLoad, PrefixStore
 from transport.ids import RequestId
 from transport.messages.generate import ALL_CHOICES, FINISH_LENGTH, FINISH_STOP, RUNNING
 from workers.contract import (
     DecodeRow,
     EngineInfo,
-    PrefixLoad,
-    PrefixStore,
     PromptChunk,
     StepPlan,
     StepResult,
     TokenLogprobs,
 )
-from workers.prefix_reuse import PrefixReuse
 from workers.scheduling.index_pool import IndexPool
 from workers.scheduling.sequence import Sequence, SequenceKey, Status
 
@@ -98,9 +97,8 @@ class Scheduler:
         engine: EngineInfo,
         max_batched_tokens: int,
         prefill_any_interval: int,
-        prefixes: PrefixReuse | None = None,
+        prefixes: Reuse = NO_REUSE,
     ) -> None:
-        """`prefixes`: None, there is no prefix cache."""
         self._page_tokens = engine.layout.page_tokens
         self._keep_tokens = engine.layout.keep_tokens
         self._eos = frozenset(engine.eos_token_ids)
@@ -168,8 +166,7 @@ class Scheduler:
         sequence.stop_tokens = eos.union(sequence.sampling.stop_token_ids)
         self._sequences[sequence.key] = sequence
         insort(self._waiting, sequence, key=lambda other: other.order)
-        if self._prefixes is not None:
-            self._prefixes.enqueue(sequence)
+        self._enqueue_prefix(sequence)
 
     def cancel(self, request_id: RequestId, index: int = ALL_CHOICES) -> list[Sequence]:
         """Drop a choice or all choices of a request, whatever stage they are in. Idempotent.
@@ -214,7 +211,7 @@ class Scheduler:
         for sequence in list(self._waiting):
             if batch.budget <= 0:
                 break
-            if self._waits_for_a_prefix(sequence):
+            if sequence.slot is None and self._prefixes.should_wait(sequence.prefix):
                 continue
             if not self._add_chunk(batch, sequence):
                 break
@@ -231,23 +228,17 @@ class Scheduler:
         self.counts.prompt_steps += 1
         return plan
 
-    def _waits_for_a_prefix(self, sequence: Sequence) -> bool:
-        if self._prefixes is None or sequence.slot is not None:
-            return False
-        return self._prefixes.should_wait(sequence)
-
     def _add_chunk(self, batch: _PromptBatch, sequence: Sequence) -> bool:
         if sequence.slot is None:
             if not self._admit(sequence):
                 return False
-            self._start_from_prefix(sequence)
-        if self._prefixes is not None:
-            self._prefixes.choose_checkpoint(sequence)
+            sequence.num_computed = self._prefixes.start(
+                sequence.prefix,
+                lambda num_tokens: self._cover(sequence, 0, num_tokens) == num_tokens,
+            )
         total = sequence.num_tokens
         start = sequence.num_computed
-        stop = min(total, start + batch.budget)
-        if start < sequence.checkpoint < stop:
-            stop = sequence.checkpoint
+        stop = self._prefixes.end_chunk(sequence.prefix, min(total, start + batch.budget))
         stop = self._cover(sequence, start, stop)
         if stop <= start:
             return False
@@ -266,10 +257,12 @@ class Scheduler:
             replay_from=max(0, sequence.prompt_len - self._keep_tokens) if self._keep_tokens else 0,
         )
         batch.chunks.append(chunk)
-        if sequence.hit is not None:
-            pages = chunk.pages[: sequence.hit.num_tokens // self._page_tokens]
-            batch.loads.append(PrefixLoad(chunk.slot, pages, sequence.hit))
-            sequence.hit = None
+        load = self._prefixes.begin_load(sequence.prefix, chunk.slot, chunk.pages)
+        if load is not None:
+            batch.loads.append(load)
+        store = self._prefixes.begin_store(sequence.prefix, stop, chunk.slot, chunk.pages)
+        if store is not None:
+            batch.stores.append(store)
         batch.budget -= stop - start
         self.counts.prompt_tokens += stop - start
         sequence.num_computed = stop
@@ -277,8 +270,6 @@ class Scheduler:
         if not sequence.reported:
             sequence.reported = True
             batch.started.append(sequence)
-        if chunk.sample or stop == sequence.checkpoint:
-            self._add_store(batch, sequence)
         if chunk.sample:
             sequence.in_flight = 1
             batch.waiting.append((sequence, sequence.epoch))
@@ -286,32 +277,6 @@ class Scheduler:
             sequence.status = Status.RUNNING
             insort(self._running, sequence, key=lambda other: other.order)
         return True
-
-    def _start_from_prefix(self, sequence: Sequence) -> None:
-        """Let a sequence that just got its slot begin after what the prefix cache has of it."""
-        if self._prefixes is None:
-            return
-        sequence.cached_tokens = 0
-        hit = self._prefixes.lookup(sequence)
-        if hit is not None and self._cover(sequence, 0, hit.num_tokens) < hit.num_tokens:
-            self._prefixes.release(hit)
-            hit = None
-        if hit is not None:
-            sequence.hit = hit
-            sequence.num_computed = sequence.cached_tokens = hit.num_tokens
-        self._prefixes.announce(sequence)
-
-    def _add_store(self, batch: _PromptBatch, sequence: Sequence) -> None:
-        if self._prefixes is None:
-            return
-        if sequence.num_computed == sequence.checkpoint:
-            store = self._prefixes.begin_checkpoint_store(sequence)
-        else:
-            store = self._prefixes.begin_store(sequence)
-            sequence.prefix_keys = None
-        if store is not None:
-            assert sequence.slot is not None
-            batch.stores.append(PrefixStore(sequence.slot, tuple(sequence.pages), *store))
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a sequence a slot, if it is likely to get through its prompt with the pages there are:
@@ -422,6 +387,9 @@ class Scheduler:
     def _holders(self) -> list[Sequence]:
         return [s for s in (*self._waiting, *self._running) if s.slot is not None]
 
+    def _enqueue_prefix(self, sequence: Sequence) -> None:
+        self._prefixes.enqueue(sequence.prefix, sequence.token_slice(0, sequence.num_tokens))
+
     def _preempt(self, sequence: Sequence) -> None:
         """Take everything from a sequence; it starts over from its tokens when there is room."""
         self._release(sequence)
@@ -429,8 +397,7 @@ class Scheduler:
             self._running.remove(sequence)
             sequence.status = Status.WAITING
             insort(self._waiting, sequence, key=lambda other: other.order)
-        if self._prefixes is not None:
-            self._prefixes.enqueue(sequence)
+        self._enqueue_prefix(sequence)
         self.counts.preemptions += 1
 
     def _finish(self, sequence: Sequence) -> None:
@@ -449,8 +416,7 @@ class Scheduler:
             sequence.slot = None
         sequence.num_computed = sequence.in_flight = 0
         sequence.begun = False
-        if self._prefixes is not None:
-            self._prefixes.drop(sequence)
+        self._prefixes.drop(sequence.prefix)
         sequence.epoch += 1
 
     def check_integrity(self) -> None:
@@ -476,5 +442,7 @@ class Scheduler:
             known = sequence.num_tokens + sequence.in_flight
             if sequence.slot is None or sequence.num_computed != known - 1:
                 raise AssertionError(f"{sequence.key} runs with wrong counts")
-        if self._prefixes is not None:
-            self._prefixes.check_integrity(live)
+        self._prefixes.check_integrity(
+            [s.prefix for s in live if s.slot is None],
+            [s.prefix for s in live if s.slot is not None],
+        )

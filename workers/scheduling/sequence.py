@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hicache.cache.outcomes import Announcement, Hit
-from hicache.keys import PromptKeys
+from hicache.manager.ticket import PrefixTicket
 from transport.ids import ProcessName, RequestId
 from transport.messages.generate import Generate, SamplingParams
 from workers.contract import TokenArray
@@ -25,17 +24,6 @@ class Status(enum.Enum):
     RUNNING = "running"
     """Decoding."""
     FINISHED = "finished"
-
-
-@dataclass
-class PrefixWait:
-    """What a sequence waits for that begins like one that is being computed."""
-
-    announcement: Announcement
-    gain: int
-    """Tokens that it saves."""
-    seen: int
-    """Tokens that the other had computed when it was last looked at."""
 
 
 @dataclass(eq=False)
@@ -71,34 +59,19 @@ class Sequence:
     """Grows when launched work of this sequence becomes void: preemption, finish."""
     begun: bool = False
     """Whether a chunk was planned since it got its slot."""
-    cached_tokens: int = 0
-    """Prompt tokens that its latest start took from the prefix cache."""
-    hit: Hit | None = None
-    """What its first chunk starts from, until that is planned."""
-    wanted_keys: tuple[bytes, ...] = ()
-    """While it waits for a slot: of the pages that it would rather load than compute."""
-    wait: PrefixWait | None = None
-    """What keeps it from starting: it would rather load what another one computes."""
-    matched_tokens: int = 0
-    """So many of its first tokens were in the prefix cache when it started, with a state or without."""
-    checkpoint: int = 0
-    """Where a chunk must end, so that the state there can be stored: others go on from there. 0, or not
-    beyond `num_computed`: nowhere."""
-    announcement: Announcement | None = None
-    """To the prefix cache, while its prompt is being computed."""
-    checkpoint_announcement: Announcement | None = None
-    """The same of its beginning up to the checkpoint ahead."""
-    prefix_keys: PromptKeys | None = None
-    """Of all its tokens, until the prompt is computed."""
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     stop_tokens: frozenset[int] = frozenset()
     """Tokens that end it once `min_tokens` are there; set by the scheduler."""
     num_tokens: int = field(init=False)
     """Tokens known here, collected ones only."""
+    prefix: PrefixTicket = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.prompt)
+        self.prefix = PrefixTicket(
+            self.key[0], self.prompt_len, self.generate.prefix_cache, self.generate.cache_salt
+        )
 
     @property
     def sampling(self) -> SamplingParams:

@@ -25,10 +25,10 @@ CHUNK_PAGES: Final = 64
 
 
 class RowPairs(NamedTuple):
-    """Device row `device[i]` and host row `host[i]` belong together, int32 [n] each."""
+    """Device row `here[i]` and host row `there[i]` belong together, int32 [n] each."""
 
-    device: IndexArray
-    host: IndexArray
+    here: IndexArray
+    there: IndexArray
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class CopyCase:
     device_rows: int
     """Size of the device pool."""
     host_rows: int
-    up: RowPairs
-    down: RowPairs
+    load: RowPairs
+    store: RowPairs
 
     def mean_run_bytes(self) -> float:
         """Of loads and stores together."""
-        runs = sum(len(merge_runs(*pairs).length) for pairs in (self.up, self.down))
-        return (len(self.up.device) + len(self.down.device)) * self.row_bytes / runs
+        runs = sum(len(merge_runs(*pairs).length) for pairs in (self.load, self.store))
+        return (len(self.load.here) + len(self.store.here)) * self.row_bytes / runs
 
 
 def all_cases(seed: int = 0) -> list[CopyCase]:
@@ -70,16 +70,16 @@ def scattered_rows(row_bytes: int, draw: Random) -> CopyCase:
         row_bytes,
         2 * count,
         2 * count,
-        RowPairs(pairs.device[:count], pairs.host[:count]),
-        RowPairs(pairs.device[count:], pairs.host[count:]),
+        RowPairs(pairs.here[:count], pairs.there[:count]),
+        RowPairs(pairs.here[count:], pairs.there[count:]),
     )
 
 
 def fresh_prompts(pages: int = PROMPT_PAGES) -> CopyCase:
     """In pools that nobody used before: one run."""
     device, host = IndexPool(2 * pages), RunAllocator(2 * pages)
-    up, down = (RowPairs(_take_pages(device, pages), host.take(pages)) for _ in range(2))
-    return CopyCase("32K prompt, fresh", V41_PAGE_BYTES, 2 * pages, 2 * pages, up, down)
+    load, store = (RowPairs(_take_pages(device, pages), host.take(pages)) for _ in range(2))
+    return CopyCase("32K prompt, fresh", V41_PAGE_BYTES, 2 * pages, 2 * pages, load, store)
 
 
 def churned_prompts(
@@ -109,8 +109,8 @@ def churned_prompts(
         device.give_back(sequences.pop(draw.randrange(len(sequences))))
     while host.num_free < 2 * pages:
         _evict(host, prefixes, draw)
-    up, down = (RowPairs(_take_pages(device, pages), host.take(pages)) for _ in range(2))
-    return CopyCase("32K prompt, churned", V41_PAGE_BYTES, device_rows, host_rows, up, down)
+    load, store = (RowPairs(_take_pages(device, pages), host.take(pages)) for _ in range(2))
+    return CopyCase("32K prompt, churned", V41_PAGE_BYTES, device_rows, host_rows, load, store)
 
 
 def _take_pages(pool: IndexPool, count: int) -> IndexArray:

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import torch
 
@@ -28,15 +28,18 @@ from daemon.cli.bench.page_copy_report import (
 from daemon.errors import EXIT_USAGE, DeepInferError
 from hicache.copies.copy_choice import CopyChoice
 from hicache.copies.cuda.method import Direction
-from hicache.copies.cuda.pools import PinnedPool, open_cuda_row_copier
-from hicache.copies.cuda.row_copy import CudaRowCopier
+from hicache.copies.cuda.open import open_gpu_row_copier
+from hicache.copies.cuda.page_lock import PageLock
+from hicache.copies.cuda.row_copy import GpuRowCopier
+from hicache.copies.cuda.rows import GpuRows, tensor_rows
 from hicache.errors import HostPoolError
 from hicache.pool.host_pool import HostPool, PoolGeometry
 from hicache.pool.segment import create_segment
 from workers.engine.host_memory import available_host_memory
 
 CHOICES: Final[tuple[CopyChoice, ...]] = ("batch", "kernel", "auto")
-DIRECTIONS: Final[tuple[Direction, ...]] = ("up", "down")
+DIRECTIONS: Final[dict[Direction, Literal["up", "down"]]] = {"load": "up", "store": "down"}
+"""As the report calls them."""
 REPEATS: Final = 15
 BUSY_CYCLES: Final = 60_000_000
 """Some thirty milliseconds: longer than issuing the copies takes."""
@@ -101,18 +104,22 @@ def _measure_all(device: torch.device, progress: Progress) -> Report:
 @contextlib.contextmanager
 def _copiers(
     case: CopyCase, device: torch.device, missing: list[str]
-) -> Iterator[dict[CopyChoice, CudaRowCopier]]:
+) -> Iterator[dict[CopyChoice, GpuRowCopier]]:
     """Pools for `case`, as a worker has them, and a copier for each method that there is."""
     fd = create_segment("deepinfer-bench")
     try:
         geometry = PoolGeometry("bench", case.row_bytes, case.host_rows)
         pool = HostPool(fd, geometry, available_host_memory())
-        pinned = PinnedPool(pool)
-        rows = torch.zeros(case.device_rows, case.row_bytes, dtype=torch.uint8, device=device)
-        copiers: dict[CopyChoice, CudaRowCopier] = {}
+        lock = PageLock(pool.memory)
+        here = tensor_rows(
+            torch.zeros(case.device_rows, case.row_bytes, dtype=torch.uint8, device=device)
+        )
+        assert isinstance(here, GpuRows)
+        there = pool.pages.page_locked()
+        copiers: dict[CopyChoice, GpuRowCopier] = {}
         for choice in CHOICES:
             try:
-                copiers[choice] = open_cuda_row_copier(rows, pool.page_rows, choice)
+                copiers[choice] = open_gpu_row_copier(here, there, choice)
             except HostPoolError as error:
                 missing.append(str(error))
         try:
@@ -120,29 +127,28 @@ def _copiers(
         finally:
             torch.cuda.synchronize(device)
             copiers.clear()
-            pinned.close()
+            del there
+            lock.close()
             pool.close()
     finally:
         os.close(fd)
 
 
-def _measure_copies(case: CopyCase, choice: CopyChoice, copier: CudaRowCopier) -> CopyFigures:
-    up, down = case.up, case.down
-
+def _measure_copies(case: CopyCase, choice: CopyChoice, copier: GpuRowCopier) -> CopyFigures:
     def load() -> None:
-        copier.upload(*up)
+        copier.load(*case.load)
 
     def store() -> None:
-        copier.download(*down)
-        copier.before_overwrite(down.device)
+        copier.store(*case.store)
+        copier.before_overwrite(case.store.here)
 
     def both() -> None:
         # The store first: a load makes the engine's stream, and so a later store, wait for it.
-        copier.download(*down)
-        copier.upload(*up)
-        copier.before_overwrite(down.device)
+        copier.store(*case.store)
+        copier.load(*case.load)
+        copier.before_overwrite(case.store.here)
 
-    num_bytes = len(up.device) * case.row_bytes
+    num_bytes = len(case.load.here) * case.row_bytes
     loads, stores, boths = _time(load), _time(store), _time(both)
     return CopyFigures(
         case=case.name,
@@ -278,7 +284,7 @@ class DecodeLoad:
 
 
 def _measure_slowdowns(
-    case: CopyCase, copiers: dict[CopyChoice, CudaRowCopier], decode: DecodeLoad
+    case: CopyCase, copiers: dict[CopyChoice, GpuRowCopier], decode: DecodeLoad
 ) -> list[SlowdownFigures]:
     return [
         _measure_slowdown(case, choice, direction, copier, decode)
@@ -291,15 +297,15 @@ def _measure_slowdown(
     case: CopyCase,
     choice: CopyChoice,
     direction: Direction,
-    copier: CudaRowCopier,
+    copier: GpuRowCopier,
     decode: DecodeLoad,
 ) -> SlowdownFigures:
     def copy() -> None:
-        if direction == "up":
-            copier.upload(*case.up)
+        if direction == "load":
+            copier.load(*case.load)
         else:
-            copier.download(*case.down)
-            copier.before_overwrite(case.down.device)
+            copier.store(*case.store)
+            copier.before_overwrite(case.store.here)
 
     copy_seconds = _time(copy).seconds
     decode.step_seconds()
@@ -318,7 +324,7 @@ def _measure_slowdown(
     return SlowdownFigures(
         case=case.name,
         method=choice,
-        direction=direction,
+        direction=DIRECTIONS[direction],
         slowdown_percent=(statistics.median(slower for _, slower in rounds) - 1) * 100,
         duty_percent=copies * copy_seconds / (STEPS_A_BURST * rounds[-1][0]) * 100,
     )

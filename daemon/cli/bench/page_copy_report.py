@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 from rich.console import Console
@@ -11,7 +11,6 @@ from rich.table import Table
 
 from daemon.cli.inspect.session import plain_table
 from daemon.cli.units import size
-from hicache.copies.cuda.method import Direction
 
 GOAL_CASE: Final = "32K prompt, fresh"
 GOAL_METHOD: Final = "auto"
@@ -47,7 +46,7 @@ class SlowdownFigures(msgspec.Struct, frozen=True):
 
     case: str
     method: str
-    direction: Direction
+    direction: Literal["up", "down"]
     slowdown_percent: float
     """How much longer its mean step takes."""
     duty_percent: float

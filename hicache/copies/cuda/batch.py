@@ -10,7 +10,7 @@ from hicache.copies.cuda.method import (
     CopyMethodMissing,
     CudaStream,
     Direction,
-    PoolPair,
+    RowPair,
     address_runs,
     import_package,
 )
@@ -80,25 +80,25 @@ def try_batch_call(call: BatchCall, scratch: int, stream: CudaStream) -> None:
 
 
 class BatchCopy:
-    """See `CopyMethod`."""
+    """`CopyMethod` by the batched call."""
 
-    def __init__(self, pools: PoolPair, call: BatchCall) -> None:
-        self._pools = pools
+    def __init__(self, rows: RowPair, call: BatchCall) -> None:
+        self._rows = rows
         self._call = call
 
     def start(self, direction: Direction, runs: RowRuns, stream: CudaStream) -> None:
-        """See `CopyMethod`. `stream` is not the legacy default stream.
+        """`stream` is not the legacy default stream.
 
         Raises:
             HostPoolError: the driver refuses.
         """
-        target, source, num_bytes = address_runs(self._pools, direction, runs)
+        target, source, num_bytes = address_runs(self._rows, direction, runs)
         refusal = self._call(
             target.tolist(), source.tolist(), num_bytes.tolist(), stream.cuda_stream
         )
         if refusal:
             raise HostPoolError(
-                f"CUDA refused to copy {len(target)} runs of {int(num_bytes.sum())} bytes in all {direction} "
-                f"between GPU and prefix cache ({refusal}): an earlier failure of the GPU shows like "
-                "this too; see the log before it, or try --hicache-copy kernel."
+                f"CUDA refused to {direction} {len(target)} runs of {int(num_bytes.sum())} bytes in all "
+                f"({refusal}): an earlier failure of the GPU shows like this too; see the log before it, "
+                "or try --hicache-copy kernel."
             )

@@ -87,8 +87,7 @@ def test_the_heaviest_steps_run(make_driver):
     driver = make_driver(keep_tokens=24, stores_prefixes=True)
     engine = driver.engine
     for plan in heaviest_steps(engine.info, 64):
-        engine.launch(plan)
-        result = engine.collect()
+        result = engine.launch(plan).collect()
         assert len(result.tokens) == len(plan.prompts) + len(plan.decodes)
 
 

@@ -129,7 +129,7 @@ def test_the_released_dimensions_run(new_driver, layers, page_bytes, state_bytes
     prompt = driver.prompt(range(3, 303))
     logits = driver.prefill(prompt, 200)
     assert len(logits) == 140
-    assert driver.engine.cut_state(0, 256).nbytes == state_bytes
+    assert cut_state(caches, 0, 256, 300).nbytes == state_bytes
     tokens, decoded = driver.continue_greedily(prompt, logits[-1], 8)
     assert logits.isfinite().all() and decoded.isfinite().all()
     assert len(set(tokens)) > 1

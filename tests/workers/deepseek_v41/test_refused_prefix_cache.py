@@ -8,7 +8,7 @@ import pytest
 
 from transport.child import ProcessSettings
 from transport.ids import ProcessName
-from workers import prefix_storage
+from workers import prefix_cache
 from workers.contract import ModelLoadError
 from workers.models.deepseek_v41.model import engine as engine_module
 from workers.run import create_engine
@@ -49,7 +49,7 @@ def create(segment, **changes):
 )
 def test_it_is_refused_before_the_weights_are_loaded(segment, monkeypatch, changes, said):
     monkeypatch.setattr(engine_module, "_load", None)  # not to be called
-    monkeypatch.setattr(prefix_storage, "available_host_memory", lambda: MIB << 9)
+    monkeypatch.setattr(prefix_cache, "available_host_memory", lambda: MIB << 9)
     with pytest.raises(ModelLoadError, match=said):
         create(segment, **changes)
     assert os.fstat(segment).st_size == 0
@@ -62,5 +62,5 @@ def test_without_a_prefix_cache_bounded_replay_may_be_off():
 
 
 def test_a_pool_that_fits_is_let_through(segment, monkeypatch):
-    monkeypatch.setattr(prefix_storage, "available_host_memory", lambda: MIB << 9)
+    monkeypatch.setattr(prefix_cache, "available_host_memory", lambda: MIB << 9)
     create(segment).close()

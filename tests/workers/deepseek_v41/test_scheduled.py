@@ -38,8 +38,7 @@ def run(engine, prompts, *, chunk, sampling=GREEDY, seeds=None):
     while unfinished:
         plan = scheduler.plan()
         assert plan is not None
-        engine.launch(plan)
-        for row in scheduler.apply(engine.collect()).rows:
+        for row in scheduler.apply(engine.launch(plan).collect()).rows:
             unfinished -= row.finish != RUNNING
             if row.logprobs is not None:
                 logprobs[row.sequence.key].append(row.logprobs.chosen)
@@ -103,13 +102,13 @@ def test_the_exact_mode_meets_the_golden_values(make_driver, golden, prompts):
 def test_misuse_is_refused(make_driver):
     driver = make_driver(max_num_seqs=1)
     engine = driver.engine
-    with pytest.raises(EngineError, match="No step is running"):
-        engine.collect()
     chunk = PromptChunk(0, 0, np.arange(3, dtype=np.int32), (0,), True, True, GREEDY, 0, 3)
-    engine.launch(StepPlan(1, prompts=(chunk,)))
+    step = engine.launch(StepPlan(1, prompts=(chunk,)))
     with pytest.raises(EngineError, match="collect one before"):
         engine.launch(StepPlan(2, prompts=(chunk,)))
-    assert engine.collect().step == 1
+    assert step.collect().step == 1
+    with pytest.raises(EngineError, match="collected already"):
+        step.collect()
     engine.close()
     engine.close()
     with pytest.raises(EngineError, match="closed"):

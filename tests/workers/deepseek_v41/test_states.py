@@ -1,5 +1,6 @@
 """States cut out of a slot and continued elsewhere, as a prefix cache does."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,16 @@ def driver(make_driver):
 @pytest.fixture
 def ids(golden):
     return golden("v41_tiny", "golden")["p300.input_ids"].tolist()
+
+
+def cut_state(driver, slot, position):
+    state = np.zeros(driver.engine.info.layout.stored_state_bytes, np.uint8)
+    driver.engine.device_cache().states.store_state(slot, position, state)
+    return state
+
+
+def load_state(driver, slot, state, position):
+    driver.engine.device_cache().states.load_state(slot, position, state)
 
 
 def copy_pages(driver, source, target, count):
@@ -42,12 +53,11 @@ def test_a_prefix_hit_gives_the_numbers_of_a_cold_run(driver, golden, ids, posit
     owner = driver.prompt([*ids[:position], 7, 8, 9, *ids[40:60]], slot=0)
     with torch.inference_mode():
         driver.prefill(owner, chunk)
-        state = driver.engine.cut_state(0, position)
-        assert len(state) == driver.engine.info.layout.stored_state_bytes
+        state = cut_state(driver, 0, position)
         driver.engine.caches.states[1] = 77  # whoever had the slot before
         hit = driver.prompt(ids, slot=1)
         copy_pages(driver, owner, hit, position // 128)
-        driver.engine.load_state(1, state, position)
+        load_state(driver, 1, state, position)
         check(driver, golden, hit, driver.prefill(hit, chunk, start=position))
 
 
@@ -57,21 +67,21 @@ def test_both_anchors_of_a_prompt_can_be_cut(driver, ids):
         prompt = driver.prompt(ids[:length])
         driver.prefill(prompt)
         for anchor in {length // 128 * 128, (length - KEEP) // 128 * 128}:
-            driver.engine.cut_state(0, anchor)
+            cut_state(driver, 0, anchor)
     with pytest.raises(ValueError, match="no state at 0 in it"):
-        driver.engine.cut_state(0, 0)
+        cut_state(driver, 0, 0)
     with pytest.raises(ValueError, match="no page border"):
-        driver.engine.cut_state(0, 200)
+        cut_state(driver, 0, 200)
     with pytest.raises(ValueError, match="bytes here"):
-        driver.engine.load_state(0, torch.zeros(3, dtype=torch.uint8), 128)
+        load_state(driver, 0, np.zeros(3, np.uint8), 128)
 
 
 def test_a_state_survives_the_round_trip_through_another_slot(driver, ids):
     driver.prefill(driver.prompt(ids[:256]))
-    state = driver.engine.cut_state(0, 256)
-    driver.engine.load_state(2, state, 256)
+    state = cut_state(driver, 0, 256)
+    load_state(driver, 2, state, 256)
     driver.engine._tables._lengths[2] = 256
-    assert torch.equal(driver.engine.cut_state(2, 256), state)
+    assert np.array_equal(cut_state(driver, 2, 256), state)
     assert state.any()
 
 
@@ -81,7 +91,7 @@ def test_without_bounded_replay_a_hit_is_exact_too(make_driver, golden, ids):
     driver.prefill(owner)
     with torch.inference_mode():
         copy_pages(driver, owner, hit, 2)
-    driver.engine.load_state(1, driver.engine.cut_state(0, 256), 256)
+    load_state(driver, 1, cut_state(driver, 0, 256), 256)
     logits = driver.prefill(hit, start=256)
     expected = golden("v41_tiny", "golden")["p300.logits_last16"]
     torch.testing.assert_close(logits[-16:], expected, atol=1e-3, rtol=0)

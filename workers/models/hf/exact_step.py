@@ -16,8 +16,7 @@ from torch.nn import functional
 
 from workers.attention.math import attend
 from workers.attention.row_tiles import TILE_ROWS, Tile, map_rows, position_tiles
-from workers.contract import ModelLoadError
-from workers.models.cache_layout import PAGE_TOKENS
+from workers.contract import PAGE_TOKENS, ModelLoadError
 
 if TYPE_CHECKING:
     from workers.attention.math import AttentionOptions

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workers.attention.row_tiles import Tile, position_tiles
-from workers.models.cache_layout import PAGE_TOKENS
+from workers.contract import PAGE_TOKENS
 from workers.models.deepseek_v41.attention.rows import IntArray, Span, ragged_arange
 from workers.models.deepseek_v41.cache.row_layout import entries_per_page
 

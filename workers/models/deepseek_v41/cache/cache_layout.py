@@ -7,8 +7,8 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Final
 
-from workers.contract import CacheLayout
-from workers.models.cache_layout import PAGE_TOKENS
+from hicache.layout import CacheLayout
+from workers.contract import PAGE_TOKENS
 from workers.models.deepseek_v41.cache.row_layout import build_serving_layout
 
 if TYPE_CHECKING:

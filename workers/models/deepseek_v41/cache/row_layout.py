@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from math import lcm, prod
 from typing import TYPE_CHECKING, Final, Literal
 
-from workers.contract import TensorSlice
-from workers.models.cache_layout import PAGE_TOKENS
+from hicache.layout import TensorSlice
+from workers.contract import PAGE_TOKENS
 from workers.models.deepseek_v41.cache.cache_formats import GLOBAL_KV, INDEX_KEY, WINDOW_KV
 
 if TYPE_CHECKING:

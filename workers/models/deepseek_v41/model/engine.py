@@ -85,7 +85,6 @@ class _Parts:
             info,
             self.device,
             exact=self.settings.deterministic,
-            hicache_copy=self.settings.hicache_copy,
         )
 
 

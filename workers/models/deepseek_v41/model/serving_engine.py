@@ -7,21 +7,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hicache.copies.cuda.pools import PinnedPool
-from hicache.errors import HostPoolError
-from workers.contract import EngineError, EngineInfo, StepPlan, StepResult
-from workers.engine.launched_steps import LaunchedSteps
+from hicache.copies.cache_copies import DeviceCache
+from hicache.copies.cuda.rows import tensor_rows
+from workers.contract import EngineError, EngineInfo, StepPlan
 from workers.engine.memory_plan import pages_for
-from workers.models.deepseek_v41.cache.cache_copies import DeepseekV41Copies
-from workers.models.deepseek_v41.cache.states import cut_state, load_state
+from workers.engine.running_step import RunningStep, StepRunner
+from workers.models.deepseek_v41.cache.states import SlotStates
 from workers.models.deepseek_v41.model.slot_tables import PreparedStep, SlotTables
 from workers.models.deepseek_v41.model.step import StepBuilder
 from workers.sampling.sampler import SampledTokens, Sampler
 
 if TYPE_CHECKING:
-    from hicache.copies.copy_choice import CopyChoice
-    from hicache.pool.host_pool import HostPool
-    from workers.contract import CacheCopies
     from workers.models.deepseek_v41.cache.pools import ServingCaches
     from workers.models.deepseek_v41.engram.lookup import EngramLookup
     from workers.models.deepseek_v41.model.model import DeepseekV41
@@ -39,7 +35,6 @@ class DeepseekV41Engine:
         device: torch.device,
         *,
         exact: bool,
-        hicache_copy: CopyChoice = "auto",
     ) -> None:
         self._info = info
         self._device = device
@@ -54,10 +49,7 @@ class DeepseekV41Engine:
             device,
         )
         self._sampler = Sampler(info.max_num_seqs, info.vocab_size, info.eos_token_ids, device)
-        self._launched = LaunchedSteps(device, info.pipeline_depth)
-        self._hicache_copy: CopyChoice = hicache_copy
-        self._pinned: PinnedPool | None = None
-        self._copies: DeepseekV41Copies | None = None
+        self._runner = StepRunner(device, info.pipeline_depth, self._collected)
 
     @property
     def info(self) -> EngineInfo:
@@ -73,18 +65,18 @@ class DeepseekV41Engine:
         self._open()
         return self._caches
 
-    def launch(self, plan: StepPlan) -> None:
+    def launch(self, plan: StepPlan) -> RunningStep:
         """See `Engine.launch`.
 
         Raises:
             EngineError: the engine is closed, has too many steps running, or the device failed.
         """
-        self._launched.launch(plan.step, lambda: self._compute(plan))
+        return self._runner.launch(plan.step, lambda: self._compute(plan))
 
     def _compute(self, plan: StepPlan) -> tuple[list[int], SampledTokens]:
         model = self._open()
-        if self._copies is not None:
-            self._copies.before_step(plan)
+        if not plan.prompts and not plan.decodes:
+            return [], SampledTokens(torch.empty(0, dtype=torch.int64), [], [])
         self._sampler.observe(plan.prompts)
         prepared = self._tables.prepare(plan)
         logits = model(prepared.step, self._caches)
@@ -99,10 +91,9 @@ class DeepseekV41Engine:
         self._tables.sampled(prepared, sampled.tokens)
         return sampled
 
-    def collect(self) -> StepResult:
-        step = self._launched.collect()
-        self._tables.collected(step.slots, step.sampled.tokens)
-        return step.result()
+    def _collected(self, step: RunningStep) -> None:
+        if self._model is not None:
+            self._tables.collected(step.slots, step.sampled.tokens)
 
     def logits(self, plan: StepPlan) -> Tensor:
         """Compute a step without sampling: logits, float32 [rows,vocab_size] on the device.
@@ -124,43 +115,14 @@ class DeepseekV41Engine:
         with torch.inference_mode():
             self._tables.force(slot, token)
 
-    def cut_state(self, slot: int, position: int) -> Tensor:
-        """The stored form of the state that the sequence in `slot` had after `position` tokens: uint8
-        [stored_state_bytes] on the device. Reads what all launched steps wrote.
-
-        Raises:
-            ValueError: the state is not there any more; see `cut_state`.
-        """
-        with torch.inference_mode():
-            return cut_state(self.caches, slot, position, self._tables.length(slot))
-
-    def load_state(self, slot: int, stored: Tensor, position: int) -> None:
-        """Put a stored state into `slot` before the first chunk, which starts at `position`.
-
-        Raises:
-            ValueError: it does not fit; see `load_state`.
-        """
-        with torch.inference_mode():
-            load_state(self.caches, slot, stored, position)
-
-    def cache_copies(self, pool: HostPool) -> CacheCopies:
-        if self._device.type == "cpu":
-            return DeepseekV41Copies(self, pool, self._hicache_copy)
-        try:
-            self._pinned = PinnedPool(pool)
-            self._copies = DeepseekV41Copies(self, pool, self._hicache_copy)
-        except HostPoolError as error:
-            raise EngineError(str(error)) from error
-        return self._copies
+    def device_cache(self) -> DeviceCache:
+        return DeviceCache(
+            tensor_rows(self.caches.pages), SlotStates(self._caches, self._tables.length)
+        )
 
     def close(self) -> None:
         if self._model is None:
             return
-        if self._pinned is not None:
-            torch.cuda.synchronize(self._device)
-            self._pinned.close()
-            self._pinned = self._copies = None
-        self._launched.clear()
         self._model = None
         if self._engram is not None:
             self._engram.close()

@@ -9,8 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from workers.attention.row_tiles import Tile, position_tiles
+from workers.contract import PAGE_TOKENS
 from workers.engine.device import upload_int32
-from workers.models.cache_layout import PAGE_TOKENS
 from workers.models.deepseek_v41.attention.entries import build_entries, entry_arrays, entry_runs
 from workers.models.deepseek_v41.attention.rows import (
     IntArray,

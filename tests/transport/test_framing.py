@@ -14,8 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transport.framing import BadMessage, decode_header, encode_header, read_tokens, token_frame
+from transport.ids import RequestId
 from transport.messages.any import ANY_MESSAGE, AnyMessage
 from transport.messages.base import Message
+from transport.messages.from_daemon import TO_CLIENT, WORKER_NOTICES
+from transport.messages.generate import Encode
+from transport.messages.to_daemon import TO_DAEMON
+from transport.messages.to_frontend import TO_FRONTEND
+from transport.messages.to_tokenizer import TO_TOKENIZER
+from transport.messages.to_worker import TO_WORKER
 
 KINDS = get_args(AnyMessage)
 SIMPLE = {
@@ -129,3 +136,11 @@ def test_tokens_of_a_view_with_gaps_are_packed():
 def test_half_a_token_is_refused(size):
     with pytest.raises(BadMessage, match=f"{size} bytes"):
         read_tokens(b"x" * size)
+
+
+def test_a_receiver_takes_only_what_is_meant_for_it():
+    header = encode_header(Encode(RequestId("a"), "text"))
+    assert decode_header(header, TO_TOKENIZER) == Encode(RequestId("a"), "text")
+    for decoder in (TO_WORKER, TO_FRONTEND, TO_DAEMON, TO_CLIENT, WORKER_NOTICES):
+        with pytest.raises(BadMessage):
+            decode_header(header, decoder)

@@ -48,9 +48,10 @@ class WorkerTelemetry:
         self._waiting.set(scheduler.num_waiting)
         self._running_queue.set(scheduler.num_running)
         self._waiting_queue.set(scheduler.num_waiting)
-        self._usage.set(scheduler.pages_used / scheduler.num_pages)
-        self._pages_used.set(scheduler.pages_used)
-        self._slots_used.set(scheduler.slots_used)
+        blocks = scheduler.blocks
+        self._usage.set(blocks.pages_used / blocks.num_pages)
+        self._pages_used.set(blocks.pages_used)
+        self._slots_used.set(blocks.slots_used)
         counts = scheduler.counts
         self._preemptions.value = counts.preemptions
         self._prefilled.value = counts.prompt_tokens

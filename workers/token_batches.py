@@ -8,8 +8,8 @@ from transport.framing import token_frame
 from transport.ids import ProcessName
 from transport.logprobs import LogprobWriter
 from transport.messages.generate import TokenBatch
-from workers.scheduling.scheduler import StepOutput, TokenRow
 from workers.scheduling.sequence import Sequence
+from workers.scheduling.step import StepOutput, TokenRow
 
 
 def token_batches(output: StepOutput) -> Iterator[tuple[TokenBatch, list[memoryview]]]:
@@ -20,10 +20,10 @@ def token_batches(output: StepOutput) -> Iterator[tuple[TokenBatch, list[memoryv
         if frontend not in frontends:
             frontends[frontend] = ([], [])
         frontends[frontend][0].append(row)
-    for sequence in output.started:
+    for sequence in output.step.started:
         frontends.setdefault(sequence.frontend, ([], []))[1].append(sequence)
     for frontend, (rows, started) in frontends.items():
-        yield _token_batch(frontend, output.step, rows, started)
+        yield _token_batch(frontend, output.step.plan.step, rows, started)
 
 
 def _token_batch(

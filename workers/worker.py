@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from typing import assert_never
 
 import msgspec
@@ -25,12 +24,13 @@ from transport.messages.to_daemon import CommandDone
 from transport.messages.to_router import SequenceFailed, WorkerReady
 from transport.messages.to_worker import Start, ToWorker
 from transport.sockets import DealerSocket
-from workers.contract import Engine, LaunchedStep
+from workers.contract import Engine
 from workers.daemon_inbox import DaemonInbox
 from workers.idle_check import IdleCheck
 from workers.sampling.random_seed import choice_seed
 from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.sequence import Sequence
+from workers.scheduling.step import InFlightStep
 from workers.telemetry import WorkerTelemetry
 from workers.token_batches import token_batches
 
@@ -64,8 +64,6 @@ class Worker:
         self._daemon = daemon
         self._telemetry = telemetry
         self._prefixes = prefixes
-        self._in_flight: deque[tuple[LaunchedStep, float, bool]] = deque()
-        """Steps launched and not collected: since when, and whether they are prompt steps."""
 
     def run(self, stop: StopFlag, idle_seconds: float) -> None:
         """Serve until `stop` is set.
@@ -130,7 +128,7 @@ class Worker:
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
             eos_token_ids=info.eos_token_ids,
-            pool_tokens=self._scheduler.max_tokens_of_one,
+            pool_tokens=self._scheduler.blocks.max_tokens_of_one,
         )
         return WorkerReady(self._rank, model, info.max_num_seqs)
 
@@ -160,20 +158,25 @@ class Worker:
         the router does not read: what it does not take could only be lost."""
         if not self._router.flush():
             return False
-        plan = self._scheduler.plan()
-        if plan is not None:
-            launched_at = time.monotonic()
-            self._prefixes.transfers.load(plan.loads, plan.written_pages())
-            step = self._engine.launch(plan)
-            self._in_flight.append((step, launched_at, plan.is_prompt))
-            self._prefixes.transfers.store(plan.stores)
-        depth = self._engine.info.pipeline_depth if plan is not None else 0
-        if self._scheduler.num_launched <= depth:
-            return plan is not None
-        step, launched_at, is_prompt = self._in_flight.popleft()
-        output = self._scheduler.apply(step.collect())
+        step = self._scheduler.next_step()
+        if step is not None:
+            self._launch(step)
+        depth = self._engine.info.pipeline_depth if step is not None else 0
+        if self._scheduler.num_in_flight <= depth:
+            return step is not None
+        self._collect()
+        return True
+
+    def _launch(self, step: InFlightStep) -> None:
+        step.launched_at = time.monotonic()
+        self._prefixes.transfers.load(step.plan.loads, step.plan.written_pages())
+        step.launched = self._engine.launch(step.plan)
+        self._prefixes.transfers.store(step.plan.stores)
+
+    def _collect(self) -> None:
+        output = self._scheduler.collect()
         for batch, frames in token_batches(output):
             self._router.send(batch, *frames)
-        self._telemetry.observe_step(is_prompt, time.monotonic() - launched_at)
+        seconds = time.monotonic() - output.step.launched_at
+        self._telemetry.observe_step(output.step.plan.is_prompt, seconds)
         self._telemetry.update(self._scheduler)
-        return True

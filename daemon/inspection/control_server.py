@@ -43,9 +43,7 @@ class QueryError(ValueError):
 class ProcessHandler(Protocol):
     """Takes what the processes of the instance say."""
 
-    def knows(self, hello: Hello) -> str | None:
-        """Why this process is not expected here, or None."""
-        ...
+    def knows(self, hello: Hello) -> str | None: ...
 
     def welcomed(self, name: ProcessName) -> None: ...
 
@@ -101,14 +99,12 @@ class ControlServer:
         )
 
     def send(self, peer: ProcessName, message: Message) -> bool:
-        """Tell a process something; False if it does not listen."""
         return self._control.send(peer, message)
 
     def socket_stats(self) -> list[SocketStats]:
         return [self._control.stats(), self._telemetry.stats()]
 
     def close(self) -> None:
-        """Close both sockets. Idempotent."""
         self._control.close()
         self._telemetry.close()
 

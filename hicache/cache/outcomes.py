@@ -52,7 +52,7 @@ class Hit:
         return self.prefix.pages
 
     @property
-    def state(self) -> int:
+    def host_state(self) -> int:
         return self.prefix.state
 
 
@@ -66,10 +66,10 @@ class Miss:
 
 
 class AnchorState(NamedTuple):
-    """A state to store: the engine's after the first `position` tokens goes into host state `state`."""
+    """A state to store: the engine's after the first `position` tokens goes into `host_state`."""
 
     position: int
-    state: int
+    host_state: int
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ class Stores:
     def _choose_with_states(
         self, keys: tuple[bytes, ...], ends: list[int], pages: list[int], reach: int
     ) -> _Rows:
-        """As above. Only the first `reach` pages have room, and pages past the last state are of no use."""
+        # Only the first `reach` pages have room, and pages past the last state are of no use.
         missing = [end for end in ends if not self._has_state(keys[end - 1])]
         fitting = [end for end in missing if end <= reach]
         if len(fitting) < len(missing):
@@ -152,7 +152,7 @@ class Stores:
             states = [
                 state
                 for state, key in zip(plan.states, self._state_keys(plan), strict=True)
-                if self._content.publish_state(state.state, key, plan.stamp)
+                if self._content.publish_state(state.host_state, key, plan.stamp)
             ]
             if (num_pages, len(states)) != (len(plan.host_pages), len(plan.states)):
                 self._skip(SkipReason.PREFIX_LOST)
@@ -187,7 +187,7 @@ class Stores:
 
     def _leave(self, plan: StorePlan, pages: IndexArray, states: Sequence[AnchorState]) -> None:
         self._content.pages.free(pages)
-        self._content.states.free(state.state for state in states)
+        self._content.states.free(state.host_state for state in states)
         self._content.unpin(plan.prefix)
         self._flushed_plans.discard(plan.serial)
 
@@ -200,7 +200,7 @@ class Stores:
     def check_integrity(self, reading: Sequence[PinnedPrefix]) -> None:
         plans = list(self._plans.values())
         pages = [page for plan in plans for page in plan.host_pages.tolist()]
-        states = [state.state for plan in plans for state in plan.states]
+        states = [state.host_state for plan in plans for state in plan.states]
         pinned = [*reading, *(plan.prefix for plan in plans)]
         self._content.check_integrity(pinned, pages, states)
         live = [plan for plan in plans if plan.serial not in self._flushed_plans]

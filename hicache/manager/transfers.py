@@ -89,7 +89,7 @@ class PrefixTransfers:
         assert self._copies is not None
         for load in loads:
             num_bytes = len(load.pages) * self._geometry.page_bytes
-            if load.hit.state != ABSENT:
+            if load.hit.host_state != ABSENT:
                 num_bytes += self._geometry.state_bytes
             try:
                 copies = tuple(_start_load(self._copies, load))
@@ -156,8 +156,8 @@ class PrefixTransfers:
 def _start_load(copies: CacheCopies, load: PrefixLoad) -> Iterator[PendingCopy]:
     slot, pages, hit = load
     yield copies.load_pages(np.asarray(pages, np.int32), hit.host_pages)
-    if hit.state != ABSENT:
-        yield copies.load_state(slot, hit.num_tokens, hit.state)
+    if hit.host_state != ABSENT:
+        yield copies.load_state(slot, hit.num_tokens, hit.host_state)
 
 
 def _start_store(copies: CacheCopies, store: PrefixStore) -> Iterator[PendingCopy]:
@@ -166,4 +166,4 @@ def _start_store(copies: CacheCopies, store: PrefixStore) -> Iterator[PendingCop
     table = np.asarray(pages, np.int32)
     yield copies.store_pages(table[plan.blocks], plan.host_pages)
     for state in plan.states:
-        yield copies.store_state(slot, state.position, state.state)
+        yield copies.store_state(slot, state.position, state.host_state)

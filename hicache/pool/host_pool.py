@@ -113,8 +113,12 @@ class HostPool:
             raise
         self.memory: RowArray = np.frombuffer(self._map, np.uint8)
         """The whole segment, for page-locking."""
-        self.pages = self._rows(geometry.pages_offset, geometry.num_pages, geometry.page_bytes)
-        self.states = self._rows(geometry.states_offset, geometry.num_states, geometry.state_bytes)
+        self.pages = HostRows.packed(
+            self.memory[geometry.pages_offset :], geometry.page_bytes, geometry.num_pages
+        )
+        self.states = HostRows.packed(
+            self.memory[geometry.states_offset :], geometry.state_bytes, geometry.num_states
+        )
         self.page_headers = self._headers(0, geometry.num_pages, PAGE_KIND)
         self.state_headers = self._headers(geometry.num_pages, geometry.num_states, STATE_KIND)
         identity = geometry.identity()
@@ -142,10 +146,6 @@ class HostPool:
         self.page_headers.clear()
         self.state_headers.clear()
         self._map[: len(identity)] = identity
-
-    def _rows(self, offset: int, count: int, row_bytes: int) -> HostRows:
-        memory = self.memory[offset : offset + count * row_bytes]
-        return HostRows.of(memory.reshape(count, row_bytes))
 
     def _headers(self, first: int, count: int, kind: int) -> HeaderTable:
         offset = _ALIGNMENT + first * HEADER_DTYPE.itemsize

@@ -165,7 +165,7 @@ class CheckedCache:
         pages = self.prefixes(prompt, num_tokens // PAGE)
         assert self.pages.issuperset(pages), "a page that was never stored"
         state = pages[-1] if self.sizes.num_states else None
-        assert (found.state == ABSENT) == (state is None)
+        assert (found.host_state == ABSENT) == (state is None)
         assert state is None or state in self.states, "a state that was never stored"
         reading = ReadingHit(found, pages, state)
         self.check_rows(reading)
@@ -183,7 +183,7 @@ class CheckedCache:
             wanted = content("page", prefix, PAGE_BYTES)
             np.testing.assert_array_equal(self.pool.pages.memory[slot], wanted)
         if reading.state is not None:
-            row = self.pool.states.memory[reading.hit.state]
+            row = self.pool.states.memory[reading.hit.host_state]
             np.testing.assert_array_equal(row, content("state", reading.state, STATE_BYTES))
 
     # ---- storing ----
@@ -214,7 +214,7 @@ class CheckedCache:
             self.pool.pages.memory[slot, : len(row)] = row
         for state, prefix in zip(store.plan.states, store.states, strict=True):
             row = content("state", prefix, STATE_BYTES)[:num_bytes]
-            self.pool.states.memory[state.state, : len(row)] = row
+            self.pool.states.memory[state.host_state, : len(row)] = row
 
     def commit(self, store: RunningStore) -> None:
         if store not in self.running:

@@ -47,7 +47,7 @@ def test_a_hit_names_the_slots_of_its_pages_in_order(make_cache):
     small.cache.commit(plan)
     hit = lookup(small, numbered(12))
     assert hit.host_pages.tolist() == plan.host_pages[:2].tolist()
-    assert hit.state == ABSENT
+    assert hit.host_state == ABSENT
 
 
 def test_a_hit_ends_where_a_state_is(make_cache):

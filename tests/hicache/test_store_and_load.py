@@ -30,7 +30,7 @@ def test_a_conversation_comes_back_from_the_pool_as_it_was_computed(make_cache):
             count = len(found.host_pages)
             device[table[:count]] = 0
             page_copier.load(table[:count], found.host_pages)
-            state_copier.load(np.array([2], np.int32), np.array([found.state], np.int32))
+            state_copier.load(np.array([2], np.int32), np.array([found.host_state], np.int32))
             for row, key in zip(table, prompt.keys[:count], strict=False):
                 assert np.array_equal(device[row], computed[key])
             assert np.array_equal(device_states[2, :32], computed[prompt.keys[count - 1]][:32])

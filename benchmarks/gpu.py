@@ -47,7 +47,6 @@ class Part:
 
 
 def make_parts(out: Path, models: Path, v41_layers: int, repeats: int) -> list[Part]:
-    """All parts; makes the models that they need in `models`."""
     llama = models / "llama-8b-shaped"
     llama.mkdir()
     make_tokenizer(llama)

@@ -41,7 +41,6 @@ class Served:
     processes: dict[str, psutil.Process]
 
     def cpu_seconds(self) -> dict[str, float]:
-        """CPU time used so far, per process."""
         return {name: sum(process.cpu_times()[:2]) for name, process in self.processes.items()}
 
     def times_at_rank(self) -> dict[str, float]:
@@ -150,14 +149,12 @@ def baseline(module: str, *arguments: str) -> Iterator[Served]:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Until `url` answers anything but 503."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:

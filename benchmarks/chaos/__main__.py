@@ -79,7 +79,6 @@ def run(
     every: float,
     console: Console,
 ) -> Figures:
-    """One chaos run, from the start of the instance to its end."""
     shared_before = set(SHARED_MEMORY.iterdir())
     port = free_port()
     options = {**OPTIONS, "model": model}

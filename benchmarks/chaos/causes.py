@@ -47,11 +47,9 @@ class Loss:
 
     @property
     def role(self) -> str:
-        """Role of the process."""
         return self.name.partition("/")[0]
 
     def broke(self, ended: float) -> bool:
-        """Whether a request that ended then can have been ended by the end of the process."""
         at = self.ended_at
         return at is not None and at - EARLY_SECONDS <= ended <= at + NOTICE_SECONDS
 

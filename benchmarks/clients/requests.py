@@ -54,7 +54,6 @@ class Answer:
     timed_out: bool = False
 
     def result(self) -> tuple[object, ...]:
-        """What has to be equal in two answers to one request."""
         choices = tuple((i, c.text, c.finish) for i, c in sorted(self.choices.items()))
         return choices, self.usage
 
@@ -77,7 +76,6 @@ class Failure:
 
     @property
     def kind(self) -> str:
-        """A word for it."""
         answer = self.answer
         if answer.timed_out:
             return "no answer in time"
@@ -123,7 +121,8 @@ def with_stop(asked: Asked, answer: Answer, draw: random.Random) -> Asked:
 async def ask(
     port: int, asked: Asked, stream: bool, leave_after: int | None = None
 ) -> Answer | None:
-    """Send a request on a connection of its own. None: left as told, after that many bytes."""
+    """Send a request on a connection of its own. None: the client left after `leave_after`
+    bytes."""
     body = dict(asked.body)
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -156,7 +155,7 @@ async def get_status(port: int, path: str) -> int:
 async def _exchange(
     port: int, path: str, body: dict[str, Any] | None, raw: bytearray, leave_after: int | None
 ) -> bool:
-    """Fill `raw` with the answer; whether we left before its end."""
+    """Fill `raw` with the answer; True if the client left before its end."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         payload = b"" if body is None else json.dumps(body).encode()

@@ -29,7 +29,6 @@ class OpenStream:
     _tail: bytes = field(default=b"", repr=False)
 
     def feed(self, data: bytes, now: float) -> int:
-        """Take received bytes; returns how many events they held."""
         data = self._tail + data
         # An event may be cut anywhere: count up to the last line end, keep the rest.
         cut = data.rfind(b"\n") + 1
@@ -43,7 +42,6 @@ class OpenStream:
 
 
 def request_bytes(body: dict[str, object], request_id: str, host: str) -> bytes:
-    """A streamed chat request."""
     payload = json.dumps({**body, "stream": True}).encode()
     head = (
         f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
@@ -66,7 +64,6 @@ class StreamPool:
     def open(
         self, body: dict[str, object], request_id: str, reuse: socket.socket | None = None
     ) -> OpenStream:
-        """Send a request, on a kept connection if one is given."""
         connection = reuse
         if connection is None:
             connection = socket.create_connection(self._address, timeout=30)
@@ -93,7 +90,6 @@ class StreamPool:
                 on_done(stream)
 
     def close(self) -> None:
-        """Close all connections."""
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()

@@ -104,7 +104,6 @@ def measure_throughput(server: Served, seconds: float) -> Throughput:
 
 
 def measure(requests: int, seconds: float, frontends: int, options: dict[str, object]) -> Figures:
-    """Run everything, one after the other."""
     paced = {**options, "fake_step_ms": STEP_SECONDS * 1e3, "frontends": frontends}
     with instance(**options) as server:
         ours = measure_throughput(server, seconds)
@@ -136,7 +135,6 @@ def measure(requests: int, seconds: float, frontends: int, options: dict[str, ob
 
 
 def show(figures: Figures, console: Console) -> None:
-    """Print the tables."""
     for table in (_goals(figures), _latencies(figures), _costs(figures.ours)):
         console.print(table)
     ours, floor = figures.ours, figures.writes.per_core

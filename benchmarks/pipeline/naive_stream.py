@@ -29,7 +29,6 @@ async def next_step() -> None:
 
 
 async def chunks(count: int) -> AsyncIterator[str]:
-    """`count` chunks of one token each, then [DONE]."""
     for number in range(count):
         chunk = {
             "id": "chatcmpl-0123456789abcdef0123456789abcdef",
@@ -51,7 +50,6 @@ async def chunks(count: int) -> AsyncIterator[str]:
 
 
 async def chat(request: Request) -> StreamingResponse:
-    """The endpoint."""
     body = await request.json()
     return StreamingResponse(chunks(body["max_tokens"]), media_type="text/event-stream")
 

@@ -30,7 +30,6 @@ REFUSAL = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\nconnection: close\r\n
 
 
 def serve(port: int) -> None:
-    """Stream to every connection that has sent a POST, for as long as it stays."""
     listener = socket.create_server(("127.0.0.1", port), backlog=1024)
     listener.setblocking(False)
     selector = selectors.EpollSelector()

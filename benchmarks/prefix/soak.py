@@ -77,12 +77,10 @@ class SoakFigures(msgspec.Struct, frozen=True):
 
     @property
     def passed(self) -> bool:
-        """Whether all is as promised."""
         return not (self.wrong_texts or self.errors or self.leaks)
 
 
 def know_turns(port: int, conversations: int, seed: int, console: Console) -> KnownTurns:
-    """Make conversations up and have them answered without the cache."""
     with (
         ApiClient(f"http://127.0.0.1:{port}") as client,
         Progress(console=console, transient=True) as progress,
@@ -96,7 +94,6 @@ def know_turns(port: int, conversations: int, seed: int, console: Console) -> Kn
 async def soak(
     clients: Clients, count: int, killer: Killer, memory: MemoryWatch, console: Console
 ) -> None:
-    """All at once, until the clients have had enough."""
     others = [asyncio.create_task(work.run()) for work in (killer, memory)]
     shown = asyncio.create_task(show_progress(clients, killer, console))
     try:
@@ -128,7 +125,6 @@ async def show_progress(clients: Clients, killer: Killer, console: Console) -> N
 
 
 def calm_metrics(instance: Instance, ranks: int) -> dict[tuple[str, str], float]:
-    """Metrics once all workers are there and have told."""
     deadline = time.monotonic() + READY_SECONDS
     while True:
         metrics = instance.metrics()
@@ -143,7 +139,6 @@ def calm_metrics(instance: Instance, ranks: int) -> dict[tuple[str, str], float]
 
 
 def growing(memory: MemoryWatch) -> dict[str, int]:
-    """Roles whose memory grew, in MiB."""
     first, second = memory.peaks
     return {
         f"memory of {role}, MiB": (second[role] - first[role]) >> 20
@@ -156,7 +151,6 @@ def run(
     folder: Path, options: dict[str, object], clients_at_once: int, conversations: int,
     turns: int | None, minutes: float | None, every: float, seed: int, console: Console,
 ) -> SoakFigures:  # fmt: skip
-    """One soak, from the start of the instance to its end."""
     shared_before = set(SHARED_MEMORY.iterdir())
     port = free_port()
     began = time.monotonic()
@@ -196,7 +190,6 @@ def run(
 
 
 def show(figures: SoakFigures, console: Console) -> None:
-    """Print the tables."""
     title = f"{figures.model}, {figures.minutes:.1f} minutes, seed {figures.seed}"
     table = Table("", "", title=title)
     for label, value in (

@@ -56,7 +56,6 @@ class TtftFigures(msgspec.Struct, frozen=True):
 
 
 def measure(client: ApiClient, prefix_tokens: int, new_tokens: int, draw: random.Random) -> Repeat:
-    """One hit and one cold prompt."""
     prefix = draw.choices(TOKENS, k=prefix_tokens)
     prompt = prefix + draw.choices(TOKENS, k=new_tokens)
     salt = secrets.token_hex(8)
@@ -78,13 +77,11 @@ def measure(client: ApiClient, prefix_tokens: int, new_tokens: int, draw: random
 
 
 def ask(client: ApiClient, prompt: list[int], salt: str) -> StreamedAnswer:
-    """One greedy token."""
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
     return client.stream(COMPLETIONS, body | {"cache_salt": salt})
 
 
 def show(figures: TtftFigures, console: Console) -> None:
-    """Print the table."""
     title = f"{figures.model}: {figures.prefix_tokens:,} tokens + {figures.new_tokens:,} new"
     table = Table("", "cold, s", "hit, s", "cold / hit", "cached tokens", "token", title=title)
     for number, repeat in enumerate(figures.repeats, 1):

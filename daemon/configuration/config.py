@@ -17,12 +17,12 @@ from cyclopts.validators import Number
 
 from daemon.router.settings import Routing
 from hicache.copies.copy_choice import CopyChoice
+from transport.logs import LogLevel
 from workers.settings import Accelerator, DType, EngineKind, KVDType, LoadFormat
 
 DEFAULT_MODEL: Final = "SmolLM2-135M-Instruct"
 INSTANCE_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
-LogLevel = Literal["debug", "info", "warning", "error"]
 SamplingSource = Literal["model", "openai"]
 
 _MODEL = Parameter(group=Group("Model", sort_key=1))

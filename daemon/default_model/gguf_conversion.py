@@ -120,7 +120,6 @@ class _Fields:
         return value
 
     def token(self, name: str) -> str:
-        """Text of the special token `name` (`bos`, `eos`, ...)."""
         return self.texts("tokenizer.ggml.tokens")[self.integer(f"tokenizer.ggml.{name}_token_id")]
 
 
@@ -229,7 +228,7 @@ def _weights(reader: gguf.GGUFReader, fields: _Fields) -> dict[str, FloatArray]:
 
 
 def _undo_rotary_interleave(weight: FloatArray, heads: int) -> FloatArray:
-    """Rows [heads * head_dim, in]: from (pair, half) order within a head to (half, pair)."""
+    """[heads * head_dim, in]: reorder the rows of each head from (pair, half) to (half, pair)."""
     rows, columns = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows, columns))

@@ -44,7 +44,6 @@ class StreamedAnswer:
     total_seconds: float = 0.0
 
     def result(self) -> tuple[str, str | None, int]:
-        """What has to be equal in two greedy answers to one prompt."""
         return self.text, self.finish_reason, self.completion_tokens
 
 
@@ -105,11 +104,9 @@ class ApiClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def __enter__(self) -> ApiClient:
-        """Nothing to do: the first request connects."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
         self.close()
 
     def close(self) -> None:
@@ -179,7 +176,7 @@ class ApiClient:
         response.read()  # the end of the body, so that the connection can be used again
 
     def _take(self, data: bytes, answer: StreamedAnswer, began: float) -> bool:
-        """Add an event; whether it belongs to a choice."""
+        """Add an event to the answer and say whether it belongs to a choice."""
         try:
             event = _read_event(data)
         except msgspec.DecodeError as error:

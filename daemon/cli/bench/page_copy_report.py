@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from daemon.cli.inspect.session import plain_table
+from daemon.cli.output import plain_table
 from daemon.cli.units import size
 
 GOAL_CASE: Final = "32K prompt, fresh"

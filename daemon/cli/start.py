@@ -34,7 +34,7 @@ POLL_SECONDS = 0.5
 END_SECONDS = 30.0
 """How long a start that is given up may take to end."""
 EARLIER_LOG_BYTES = 4 << 20
-"""Of the end of an earlier run's log; more than anybody reads."""
+"""How much of the end of an earlier run's log is kept: more than anybody reads."""
 ERROR_PREFIX = "deepinfer: "
 
 

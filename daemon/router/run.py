@@ -125,16 +125,14 @@ class Router:
         match message:
             case TokenBatch() as batch:
                 return self._core.tokens(peer, batch, received, now)
-            case Submit() as submit:
-                return self._core.submit(peer, submit, frames[0], now)
+            case Submit() | Encode() as prompt:
+                return self._core.submit(peer, prompt, frames[0], now)
             case Encoded() as encoded:
                 return self._core.encoded(peer, encoded, frames[0], now)
             case Cancel() as cancel:
                 return self._core.cancel(cancel, now)
             case Throttle() as throttle:
                 return self._core.throttle(throttle)
-            case Encode() as encode:
-                return self._core.encode(peer, encode, frames[0], now)
             case RequestFailed() as failed:
                 return self._core.encoding_failed(peer, failed)
             case SequenceFailed() as failed:

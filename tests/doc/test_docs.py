@@ -7,6 +7,7 @@ import inspect
 import os
 import pkgutil
 import re
+import tomllib
 import typing
 from dataclasses import fields
 from operator import attrgetter
@@ -118,6 +119,16 @@ def metric_table() -> str:
     return "\n".join(rows) + "\n"
 
 
+def room_table() -> str:
+    rows = ["| package | rooms |", "|---|---|"]
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    for contract in tool["contracts"]:
+        for package in contract.get("containers", ()):
+            layers = [layer.replace(" | ", ", ") for layer in contract["layers"]]
+            rows.append(f"| `{package}` | {' → '.join(layers)} |")
+    return "\n".join(rows) + "\n"
+
+
 def test_the_message_table_is_true():
     check_block("wire_protocol.md", "messages", message_table())
 
@@ -128,6 +139,10 @@ def test_the_option_table_is_true():
 
 def test_the_metric_table_is_true():
     check_block("metrics.md", "metrics", metric_table())
+
+
+def test_the_rooms_are_those_that_import_linter_holds():
+    check_block("architecture.md", "rooms", room_table())
 
 
 def test_every_message_is_in_the_union():

@@ -68,7 +68,7 @@ class Report(msgspec.Struct, frozen=True):
     device: str
     torch: str
     link_gb_per_second: Rates
-    """Of one large copy from and to page-locked memory."""
+    """GB/s of one large copy from and to page-locked memory."""
     copies: list[CopyFigures]
     slowdowns: list[SlowdownFigures]
     missing: list[str]

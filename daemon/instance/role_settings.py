@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -120,17 +120,25 @@ def _spec(
     )
 
 
+SettingsT = TypeVar("SettingsT", bound=msgspec.Struct)
+
+
+def _settings(kind: type[SettingsT], config: InstanceConfig, **found: object) -> SettingsT:
+    """What was `found` out, and each option that has a field of its name in `kind`."""
+    names = {field.name for field in msgspec.structs.fields(kind)}
+    options = {name: value for name, value in vars(config).items() if name in names}
+    return kind(**options | found)
+
+
 def _router(plan: InstancePlan) -> ChildSpec:
     config = plan.config
     process = _process(plan, ROUTER_NAME, "router")
-    settings = RouterSettings(
+    settings = _settings(
+        RouterSettings,
+        config,
         process=process,
         workers=config.dp,
-        tokenizers=config.tokenizers,
-        max_waiting=config.max_waiting,
-        routing=config.routing,
         retry_after_seconds=config.retry_after,
-        max_migrations=config.max_migrations,
         stage_seconds=config.stage_timeout,
         start_seconds=config.start_timeout,
     )
@@ -185,7 +193,9 @@ def _frontend(plan: InstancePlan, number: int, listen_fd: int) -> ChildSpec:
     config = plan.config
     process = _process(plan, process_name("frontend", number), "frontend")
     keys_file = config.api_keys_file
-    settings = FrontendSettings(
+    settings = _settings(
+        FrontendSettings,
+        config,
         process=process,
         listen_fd=listen_fd,
         model_dir=str(plan.model_dir),
@@ -193,11 +203,7 @@ def _frontend(plan: InstancePlan, number: int, listen_fd: int) -> ChildSpec:
         api_keys_file=str(keys_file.absolute()) if keys_file else None,
         max_body_bytes=round(config.max_body_mb * 1_000_000),
         max_header_bytes=config.max_header_kib << 10,
-        body_seconds=config.body_seconds,
-        keep_alive_seconds=config.keep_alive_seconds,
-        max_choices=config.max_choices,
         stream_high_water_bytes=config.stream_high_water_kib << 10,
-        slow_reader_seconds=config.slow_reader_seconds,
         retry_after_seconds=config.retry_after,
         drain_seconds=config.drain_timeout,
         sampling_defaults=plan.sampling_defaults,

@@ -35,7 +35,7 @@ from hicache.copies.cuda.rows import GpuRows, tensor_rows
 from hicache.errors import HostPoolError
 from hicache.pool.host_pool import HostPool, PoolGeometry
 from hicache.pool.segment import create_segment
-from workers.engine.host_memory import available_host_memory
+from workers.hardware.host_memory import available_host_memory
 
 CHOICES: Final[tuple[CopyChoice, ...]] = ("batch", "kernel", "auto")
 DIRECTIONS: Final[dict[Direction, Literal["up", "down"]]] = {"load": "up", "store": "down"}

@@ -68,7 +68,7 @@ def test_the_released_model_runs_cut_to_some_layers(new_driver, layers):
         keep_tokens=140,
         hf_overrides={"num_hidden_layers": layers, **SMALL},
     )
-    assert len(driver.engine._model.layers) == layers
+    assert len(driver.network.layers) == layers
     prompt = driver.prompt(range(3, 303))
     logits = driver.prefill(prompt, 200)
     assert len(logits) == 140

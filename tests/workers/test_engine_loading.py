@@ -11,10 +11,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Phi3Config
 
+from tests.support import engines
 from transport.messages.generate import SamplingParams
 from workers.contract import ModelLoadError, PromptChunk, StepPlan
-from workers.engine.settings import EngineSettings
-from workers.engine.torch_engine import TorchEngine, create_torch_engine
+from workers.engine.engine import ModelEngine
 
 SMALL = {
     "vocab_size": 96,
@@ -30,22 +30,9 @@ SMALL = {
 }
 
 
-def open_engine(model_dir: Path, **changes: object) -> TorchEngine:
-    values: dict[str, object] = {
-        "model_dir": str(model_dir),
-        "accelerator": "cpu",
-        "device_index": 0,
-        "dtype": "auto",
-        "load_format": "auto",
-        "max_model_len": None,
-        "max_num_seqs": 3,
-        "kv_cache_gb": None,
-        "gpu_memory_utilization": 0.9,
-        "max_batched_tokens": 256,
-        "num_threads": 1,
-        "report": lambda line: None,
-    }
-    return create_torch_engine(EngineSettings(**{**values, **changes}))
+def open_engine(model_dir: Path, **changes: object) -> ModelEngine:
+    values = {"dtype": "auto", "max_num_seqs": 3, "max_batched_tokens": 256}
+    return engines.open_engine(model_dir, **{**values, **changes})
 
 
 def refusal(model_dir: Path, **changes: object) -> str:

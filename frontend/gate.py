@@ -77,5 +77,9 @@ class Gate:
             )
         settings = self._settings
         return ModelLimits(
-            settings.model_name, model.vocab_size, model.max_model_len, settings.max_choices
+            settings.model_name,
+            model.vocab_size,
+            model.max_model_len,
+            settings.max_choices,
+            settings.sampling_defaults,
         )

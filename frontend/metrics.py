@@ -26,10 +26,12 @@ class FrontendMetrics:
 
     def saw_tokens(self, last_at: float, received_at: float, now: float, count: int) -> None:
         """`count` tokens of a choice came at `now`, the ones before at `last_at` (0.0: none did)."""
-        if last_at:
-            self._between_tokens.observe_many((now - last_at) / max(count, 1), count)
-        else:
+        if not last_at:
             self._first_token.observe(now - received_at)
+        elif count == 1:
+            self._between_tokens.observe(now - last_at)
+        elif count:
+            self._between_tokens.observe_many((now - last_at) / count, count)
         self._generation_tokens.add(count)
 
     def saw_prompt(self, tokens: int) -> None:

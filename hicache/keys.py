@@ -31,7 +31,6 @@ class PromptKeys:
 
 
 def root_key(fingerprint: str, salt: str) -> bytes:
-    """Parent of every first page: prompts of another fingerprint or salt never share a key."""
     model, tenant = fingerprint.encode(), salt.encode()
     lengths = len(model).to_bytes(8, "little")  # keeps ("ab", "c") and ("a", "bc") apart
     return blake2b(lengths + model + tenant, digest_size=KEY_BYTES, person=_ROOT).digest()

@@ -94,6 +94,10 @@ class StepPlan:
     step: int
     prompts: tuple[PromptChunk, ...] = ()
     decodes: tuple[DecodeRow, ...] = ()
+    arrivals: tuple[PromptChunk, ...] = ()
+    """Of sequences that decode in this step for the first time, since their prompts were computed
+    elsewhere: nothing of these chunks is computed, but their slots are set up as after them. All begin;
+    their one token, the input of the decode, has no KV yet."""
     new_pages: tuple[tuple[int, int, int], ...] = ()
     """(slot, block index, page) for decodes whose block table grew by one page before this step."""
     loads: tuple[PrefixLoad, ...] = ()
@@ -108,7 +112,7 @@ class StepPlan:
     def written_pages(self) -> IndexArray:
         """All pages, int32, that the step may be the first to write to since their sequence got them,
         and maybe some others of that sequence. A decode goes on in the page that it wrote to before."""
-        pages = [page for chunk in self.prompts for page in chunk.pages]
+        pages = [page for chunk in (*self.prompts, *self.arrivals) for page in chunk.pages]
         pages += [page for _, _, page in self.new_pages]
         return np.array(pages, np.int32)
 

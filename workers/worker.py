@@ -23,12 +23,13 @@ from transport.messages.to_router import SequenceFailed, WorkerReady
 from transport.messages.to_worker import Start
 from transport.sockets import DealerSocket, Received
 from transport.telemetry.metrics import MetricSet
-from workers.contract import Engine, EngineInfo, LaunchedStep
+from workers.contract import Engine, EngineInfo
 from workers.daemon_inbox import DaemonInbox
 from workers.idle_check import IdleCheck
 from workers.sampling.random_seed import choice_seed
-from workers.scheduling.scheduler import Scheduler, StepOutput, TokenRow
+from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.sequence import Sequence
+from workers.scheduling.step import InFlightStep, StepOutput, TokenRow
 
 DEVICE_SECONDS = 1.0
 """Time between two looks at the device's memory."""
@@ -70,13 +71,14 @@ class WorkerTelemetry:
         self._slots_total.set(info.max_num_seqs)
 
     def update(self, scheduler: Scheduler) -> None:
+        blocks = scheduler.blocks
         self._running.set(scheduler.num_running)
         self._waiting.set(scheduler.num_waiting)
         self._running_queue.set(scheduler.num_running)
         self._waiting_queue.set(scheduler.num_waiting)
-        self._usage.set(scheduler.pages_used / scheduler.num_pages)
-        self._pages_used.set(scheduler.pages_used)
-        self._slots_used.set(scheduler.slots_used)
+        self._usage.set(blocks.pages_used / blocks.num_pages)
+        self._pages_used.set(blocks.pages_used)
+        self._slots_used.set(blocks.slots_used)
         counts = scheduler.counts
         self._preemptions.value = counts.preemptions
         self._prefilled.value = counts.prompt_tokens
@@ -116,8 +118,6 @@ class Worker:
         self._link = link
         self._telemetry = telemetry
         self._prefixes = prefixes
-        self._in_flight: deque[tuple[LaunchedStep, float, bool]] = deque()
-        """Steps launched and not collected: since when, and whether they are prompt steps."""
         self._unsent: deque[tuple[Message, tuple[memoryview, ...]]] = deque()
         """What the router has not taken yet, in order."""
 
@@ -193,7 +193,7 @@ class Worker:
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
             eos_token_ids=info.eos_token_ids,
-            pool_tokens=self._scheduler.max_tokens_of_one,
+            pool_tokens=self._scheduler.blocks.max_tokens_of_one,
         )
         return WorkerReady(self._rank, model, info.max_num_seqs)
 
@@ -223,22 +223,27 @@ class Worker:
         the router does not read: what it does not take could only be lost."""
         if not self._flush():
             return False
-        plan = self._scheduler.plan()
-        if plan is not None:
-            launched_at = time.monotonic()
-            self._prefixes.transfers.load(plan.loads, plan.written_pages())
-            step = self._engine.launch(plan)
-            self._in_flight.append((step, launched_at, plan.is_prompt))
-            self._prefixes.transfers.store(plan.stores)
-        depth = self._engine.info.pipeline_depth if plan is not None else 0
-        if self._scheduler.num_launched <= depth:
-            return plan is not None
-        step, launched_at, is_prompt = self._in_flight.popleft()
-        output = self._scheduler.apply(step.collect())
-        self._send_tokens(output)
-        self._telemetry.observe_step(is_prompt, time.monotonic() - launched_at)
-        self._telemetry.update(self._scheduler)
+        step = self._scheduler.next_step()
+        if step is not None:
+            self._launch(step)
+        depth = self._engine.info.pipeline_depth if step is not None else 0
+        if self._scheduler.num_in_flight <= depth:
+            return step is not None
+        self._collect()
         return True
+
+    def _launch(self, step: InFlightStep) -> None:
+        step.launched_at = time.monotonic()
+        self._prefixes.transfers.load(step.plan.loads, step.plan.written_pages())
+        step.launched = self._engine.launch(step.plan)
+        self._prefixes.transfers.store(step.plan.stores)
+
+    def _collect(self) -> None:
+        output = self._scheduler.collect()
+        self._send_tokens(output)
+        seconds = time.monotonic() - output.step.launched_at
+        self._telemetry.observe_step(output.step.plan.is_prompt, seconds)
+        self._telemetry.update(self._scheduler)
 
     def _send_tokens(self, output: StepOutput) -> None:
         frontends: dict[ProcessName, tuple[list[TokenRow], list[Sequence]]] = {}
@@ -247,10 +252,10 @@ class Worker:
             if frontend not in frontends:
                 frontends[frontend] = ([], [])
             frontends[frontend][0].append(row)
-        for sequence in output.started:
+        for sequence in output.step.started:
             frontends.setdefault(sequence.frontend, ([], []))[1].append(sequence)
         for frontend, (rows, started) in frontends.items():
-            batch, frames = token_batch(frontend, output.step, rows, started)
+            batch, frames = token_batch(frontend, output.step.plan.step, rows, started)
             self._send(batch, *frames)
 
     def _send(self, message: Message, *frames: memoryview) -> None:

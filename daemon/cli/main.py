@@ -41,7 +41,6 @@ app.command(systemd_app)
 
 
 def main() -> None:
-    """Run the command line; errors are one sentence and an exit code."""
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
         app(sys.argv[1:], exit_on_error=False, print_error=True, error_console=errors)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +14,7 @@ from rich.console import Console
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.errors import DeepInferError
 from daemon.inspection.inspection_client import InspectionClient
-from daemon.system.run_directory import instance_name, not_running, running_pid
+from daemon.system.run_directory import has_ended, instance_name, not_running, running_pid
 from transport.sockets import Endpoints
 
 CLEAN_UP_SECONDS = 40.0
@@ -47,7 +46,7 @@ def stop(
         ) from None
     try:
         _ask(path, instance, pidfd, drain_timeout)
-        if not _ended(pidfd, seconds):
+        if not has_ended(pidfd, seconds):
             raise DeepInferError(
                 f"Instance {instance!r} (process {pid}) has not ended after {seconds:g} s: "
                 f"read its log, or end it with `kill -9 {pid}`."
@@ -67,11 +66,5 @@ def _ask(path: Path, instance: str, pidfd: int, drain_timeout: float | None) -> 
         with InspectionClient(path, instance) as client:
             client.stop(drain_timeout)
     except DeepInferError:
-        if not _ended(pidfd, 0.0):
+        if not has_ended(pidfd, 0.0):
             raise
-
-
-def _ended(pidfd: int, seconds: float) -> bool:
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(seconds * 1000))

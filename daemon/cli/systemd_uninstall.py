@@ -38,7 +38,6 @@ def uninstall(*, root: Root = Path("/"), prefix: Prefix = DEFAULT_PREFIX) -> Non
 
 
 def _running_units() -> list[str]:
-    """Instances that systemd runs; none where there is no systemd."""
     try:
         listed = subprocess.run(
             ("systemctl", "list-units", "--plain", "--no-legend", "--state=active,activating,"

@@ -94,7 +94,6 @@ def _ask(client: InspectionClient, throughput: Throughput) -> StateReport:
 
 
 def frame(state: StateReport, rates: Rates, height: int | None) -> RenderableType:
-    """One picture of the instance that fits into `height` lines (None: as long as it gets)."""
     most = None
     if height is not None:
         used = FIXED_LINES + len(state.processes) + len(state.cache)

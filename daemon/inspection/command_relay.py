@@ -139,7 +139,6 @@ class CommandRelay:
 
 
 def why_silent(pid: int) -> str:
-    """Why a process does not answer, as far as the kernel knows."""
     try:
         status = psutil.Process(pid).status()
     except psutil.NoSuchProcess:

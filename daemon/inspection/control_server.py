@@ -45,9 +45,7 @@ class QueryError(ValueError):
 class ProcessHandler(Protocol):
     """Takes what the processes of the instance say."""
 
-    def knows(self, hello: Hello) -> str | None:
-        """Why this process is not expected here, or None."""
-        ...
+    def knows(self, hello: Hello) -> str | None: ...
 
     def welcomed(self, name: ProcessName) -> None: ...
 
@@ -105,14 +103,12 @@ class ControlServer:
         self._handle_telemetry(processes)
 
     def send(self, peer: ProcessName, message: Message) -> bool:
-        """Tell a process something; False if it does not listen."""
         return self._control.send(peer, message)
 
     def socket_stats(self) -> list[SocketStats]:
         return [self._control.stats(), self._telemetry.stats()]
 
     def close(self) -> None:
-        """Close both sockets. Idempotent."""
         self._control.close()
         self._telemetry.close()
 

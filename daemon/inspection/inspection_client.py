@@ -74,7 +74,6 @@ class InspectionClient(InstanceClient):
         self._exchange(StopInstance(drain_timeout, serial), serial, STOP_SECONDS)
 
     def close(self) -> None:
-        """Free the socket. Idempotent."""
         self._dealer.close()
         self._context.term()
 

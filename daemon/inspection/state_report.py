@@ -84,7 +84,6 @@ def requests(view: InstanceView, _: MetricsExporter) -> list[RequestReport]:
 
 
 def queues(view: InstanceView, _: MetricsExporter) -> list[QueueRow]:
-    """All queues that processes report, also those without a bound of their own."""
     return [
         QueueRow(snapshot.name, queue.name, queue.depth, queue.high_water, queue.capacity or None)
         for snapshot in _snapshots(view)
@@ -93,7 +92,6 @@ def queues(view: InstanceView, _: MetricsExporter) -> list[QueueRow]:
 
 
 def cache(view: InstanceView, exporter: MetricsExporter) -> list[CacheRow]:
-    """The page pool and the prefix cache of each rank."""
     totals = exporter.totals(view)
     rows = []
     for child in view.children.values():

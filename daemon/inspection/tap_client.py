@@ -78,12 +78,11 @@ class TapClient(InstanceClient):
         return found
 
     def notices(self) -> list[str]:
-        """What became of the router since the last call, in sentences."""
+        """Sentences on what became of the router since the last call."""
         notices, self._notices = self._notices, []
         return notices
 
     def close(self) -> None:
-        """Free the sockets. Idempotent."""
         if not self._socket.closed:
             self._socket.disable_monitor()
         self._monitor.close(linger=0)
@@ -100,7 +99,8 @@ class TapClient(InstanceClient):
                 )
 
     def _open(self) -> list[TapReport]:
-        """What came before the greeting, for others that tap already."""
+        """Wait for the greeting; returns the messages that came before it, for others that tap
+        already."""
         early: list[TapReport] = []
         deadline = time.monotonic() + OPEN_SECONDS
         while self._serial is None:

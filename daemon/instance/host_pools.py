@@ -77,7 +77,7 @@ class HostPools:
             raise DeepInferError(str(error)) from error
 
     def close(self) -> None:
-        """Let go of the segments: their memory is free once no worker has them. Idempotent."""
+        """Close the segments; their memory is free once no worker maps them. Idempotent."""
         for descriptor in self.descriptors:
             with contextlib.suppress(OSError):
                 os.close(descriptor)

@@ -155,7 +155,6 @@ class Instance:
             )
 
     def _tell_frontends(self, now: float) -> None:
-        """Find out how things are and pass it on; serve once the frontends act on it."""
         self._lifecycle.take(self._readiness(), now)
         state = self._phase.for_frontends
         frontends = self._supervisor.by_role("frontend")
@@ -189,7 +188,6 @@ class Instance:
             self._service.watchdog()
 
     def _makes_progress(self, now: float, seconds: float) -> bool:
-        """Whether no worker that serves has stood still for half of `seconds`."""
         workers = self._supervisor.by_role("worker")
         serving = (c for c in workers if c.alive and c.state == "ready")
         return all(now - c.progress_at < seconds / 2 for c in serving)
@@ -209,8 +207,8 @@ class Instance:
             self._fail_start(kind(f"{child.name} cannot start: {death.reason}"), now)
 
     def _concerned_by(self, lost: Child) -> list[Child]:
-        """Who must know of a loss: the router, or of its own those that have to join the new one.
-        (Frontends watch their connection to the router themselves.)"""
+        """Who must know of a loss: the router, or if it was the router, those that have to join the
+        new one. Frontends watch their connection to the router themselves."""
         roles = ("worker", "tokenizer") if lost.spec.role == "router" else ("router",)
         return [c for c in self._supervisor.children.values() if c.alive and c.spec.role in roles]
 
@@ -259,7 +257,6 @@ class Instance:
         return [child for child in self._supervisor.children.values() if not child.ready]
 
     def _reason(self, phase: Phase) -> str:
-        """Why the frontends answer 503; empty if they do not."""
         if phase.is_stopping:
             return "the instance is stopping"
         missing = self._missing()

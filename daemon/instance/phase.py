@@ -40,19 +40,18 @@ class Phase(enum.Enum):
 
     @property
     def has_served(self) -> bool:
-        """Whether the instance served before. A stop no longer asks."""
+        """True throughout a stop, where nothing asks."""
         return self not in (Phase.STARTING, Phase.CONFIRMING)
 
     @property
     def for_frontends(self) -> InstanceState:
-        """What the frontends are told: they confirm `ready` before anybody else hears of it."""
+        """Frontends are told `ready` first and confirm it, then everybody else is."""
         if self in (Phase.CONFIRMING, Phase.RECOVERING):
             return "ready"
         return self.for_others
 
     @property
     def for_others(self) -> InstanceState:
-        """`ready` only when no request meets a 503."""
         return "draining" if self.is_stopping else _STATES[self]
 
 
@@ -97,7 +96,7 @@ _NEXT: Final[dict[tuple[Phase, Event], Phase]] = {
 
 
 def next_phase(phase: Phase, event: Event) -> Phase:
-    """An event that says nothing new leaves the phase as it is."""
+    """An event without a meaning in `phase` leaves it as it is."""
     return _NEXT.get((phase, event), phase)
 
 
@@ -109,7 +108,6 @@ class Lifecycle:
     phase: Phase = Phase.STARTING
 
     def take(self, event: Event, now: float) -> bool:
-        """Whether `event` led to another phase."""
         phase = next_phase(self.phase, event)
         if phase is self.phase:
             return False

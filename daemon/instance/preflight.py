@@ -145,7 +145,6 @@ def check_thread_limit(config: InstanceConfig) -> None:
 
 
 def _may_exceed_limits() -> bool:
-    """Whether the kernel lets this process start more than the limit on processes says."""
     status = Path("/proc/self/status").read_text()
     effective = int(status.partition("CapEff:")[2].split()[0], 16)
     return os.getuid() == 0 or bool(effective & (CAP_SYS_ADMIN | CAP_SYS_RESOURCE))

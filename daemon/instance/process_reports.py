@@ -39,8 +39,8 @@ class ProcessReports:
         return None
 
     def welcomed(self, name: ProcessName) -> None:
-        """A child has joined: a frontend is told how things are with this turn, a router at once for
-        whom not to wait."""
+        """A frontend is told the status in the same turn, a router at once which processes not to
+        wait for."""
         child = self._supervisor.children[name]
         child.state = "starting"
         if child.spec.role == "frontend":
@@ -71,7 +71,6 @@ class ProcessReports:
             child.fatal = reason
 
     def snapshot(self, snapshot: Snapshot) -> None:
-        """Late ones of a dead predecessor are not taken."""
         child = self._supervisor.children.get(snapshot.name)
         if child is None or child.process is None or child.process.pid != snapshot.pid:
             return

@@ -12,10 +12,11 @@ import msgspec
 
 from daemon.configuration.config import InstanceConfig, read_overrides
 from daemon.instance.host_pools import STATE_SLOTS, pool_bytes
+from daemon.instance.sampling_defaults import read_sampling_defaults
 from daemon.router.settings import RouterSettings
 from daemon.supervision.child_process import ChildSpec
 from daemon.system.accelerator import detect_accelerator, nvidia_devices, usable_cores
-from frontend.settings import FrontendSettings, TokenizerSettings
+from frontend.settings import FrontendSettings, SamplingDefaults, TokenizerSettings
 from transport.child import ProcessSettings
 from transport.ids import ROUTER_NAME, DpRank, ProcessName, process_name
 from transport.messages.base import Role
@@ -44,6 +45,7 @@ class InstancePlan:
     hicache_bytes: int
     """For the pages of each rank's prefix cache; 0: none."""
     hicache_states: int
+    sampling_defaults: SamplingDefaults
 
     @property
     def config_hash(self) -> str:
@@ -54,6 +56,11 @@ class InstancePlan:
 
 
 def make_plan(config: InstanceConfig, model_dir: Path, run_dir: Path, pid: int) -> InstancePlan:
+    """Find out what the configuration leaves open.
+
+    Raises:
+        ConfigurationError: the model's sampling defaults cannot be used.
+    """
     accelerator = config.accelerator or detect_accelerator()
     if config.engine == "fake":
         accelerator = "cpu"
@@ -68,6 +75,7 @@ def make_plan(config: InstanceConfig, model_dir: Path, run_dir: Path, pid: int) 
         daemon_pid=pid,
         hicache_bytes=pool_bytes(config, accelerator),
         hicache_states=config.hicache_state_slots or STATE_SLOTS[accelerator],
+        sampling_defaults=read_sampling_defaults(model_dir, config.sampling_defaults),
     )
 
 
@@ -195,5 +203,6 @@ def _frontend(plan: InstancePlan, number: int, listen_fd: int) -> ChildSpec:
         slow_reader_seconds=config.slow_reader_seconds,
         retry_after_seconds=config.retry_after,
         drain_seconds=config.drain_timeout,
+        sampling_defaults=plan.sampling_defaults,
     )
     return _spec(process, settings, pass_fds=(listen_fd,))

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Shutdown:
-    """Takes the instance through its stopping phases. No clock in here."""
+    """Take the instance through its stopping phases. No clock in here."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Shutdown:
         self._idle_snapshots = 0
 
     def begin(self, drain_seconds: float, now: float) -> bool:
-        """Whether it has begun with this; an instance that never served has nothing to drain."""
+        """False if the instance is stopping already. One that never served has nothing to drain."""
         if not self._lifecycle.phase.has_served:
             drain_seconds = 0.0
         if not self._lifecycle.take(Event.STOP, now):
@@ -52,7 +52,6 @@ class Shutdown:
         return True
 
     def hurry(self, now: float) -> None:
-        """Running requests get no more time."""
         self._drain_deadline = min(self._drain_deadline, now)
 
     def router_told(self, snapshot: Snapshot) -> None:
@@ -81,7 +80,7 @@ class Shutdown:
             raise DeepInferError(f"These processes do not end: {self._left()}.")
 
     def kill(self, now: float) -> None:
-        """Wait no longer. Does nothing before `begin` and from the second time on."""
+        """Send SIGKILL to what is left. Does nothing before `begin` or a second time."""
         if self._lifecycle.take(Event.KILL, now):
             log.warning("killing what has not ended: %s", self._left())
             self._supervisor.kill()

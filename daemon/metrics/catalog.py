@@ -170,7 +170,6 @@ BY_NAME: Final[dict[str, Metric]] = {metric.name: metric for metric in METRICS}
 
 
 def markdown_table() -> str:
-    """The table of `doc/metrics.md`."""
     lines = ["| metric | kind | labels | counted by | meaning |", "|---|---|---|---|---|"]
     for metric in METRICS:
         labels = ", ".join(f"`{label}`" for label in metric.labels)

@@ -35,14 +35,13 @@ log = logging.getLogger(__name__)
 
 
 class MetricsExporter:
-    """Keeps what dead processes had counted, and renders the exposition."""
+    """Keep what dead processes had counted, and renders the exposition."""
 
     def __init__(self) -> None:
         self._ended = Totals()
         self.usage = ProcessUsage()
 
     def process_ended(self, snapshot: Snapshot) -> None:
-        """Keep what a process had counted, given its last snapshot."""
         self._ended.add(snapshot)
 
     def totals(self, view: InstanceView) -> Totals:
@@ -122,7 +121,6 @@ class _Exposition(Collector):
         self._families = families
 
     def collect(self) -> Iterator[Family]:
-        """All families, in a stable order."""
         return iter(self._families)
 
 

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def rank_labels(process_name: str) -> Labels:
-    """The labels that the daemon puts before those of the process: the rank, for a worker."""
+    """`rank`, which the daemon puts before a worker's own labels."""
     role, _, number = process_name.partition("/")
     return (number,) if role == WORKER_ROLE else ()
 
@@ -38,7 +38,6 @@ class Totals:
         return other
 
     def add(self, snapshot: Snapshot) -> None:
-        """Add all that one process has counted since its start."""
         before = rank_labels(snapshot.name)
         for name, values in snapshot.counters.items():
             for labels, value in values:
@@ -49,7 +48,6 @@ class Totals:
         self.add_sockets(snapshot.name, snapshot.sockets)
 
     def add_sockets(self, process: str, sockets: Sequence[SocketStats]) -> None:
-        """Add the traffic of one process's sockets since its start."""
         for socket in sockets:
             where = (process, socket.name)
             self._count(("socket_messages", (*where, "received")), socket.received)
@@ -68,7 +66,6 @@ class Totals:
         )
 
     def observations(self, name: str) -> int:
-        """How many values a histogram has seen, over all series."""
         return sum(
             sum(value.counts) for (found, _), value in self.histograms.items() if found == name
         )

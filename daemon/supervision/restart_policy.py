@@ -35,5 +35,4 @@ class RestartPolicy:
 
     @property
     def looping_at_start(self) -> bool:
-        """Whether a start should be given up because of this child."""
         return self.deaths >= DEATHS_AT_START

@@ -54,6 +54,7 @@ class StreamedAnswer:
         self._open = choices
         self._events = writer.events
         self._writer = writer
+        self._append = buffer.append
         self._buffer = buffer
         self._has_begun = False
         self.early_error: ApiError | None = None
@@ -62,8 +63,7 @@ class StreamedAnswer:
     def write(self, number: int, delta: Delta) -> None:
         data = self._events(number, delta)
         if data:
-            self._has_begun = True
-            self._buffer.append(data)
+            self._append(data)
         if type(delta) is Finish:
             self._open -= 1
             if not self._open:
@@ -72,7 +72,7 @@ class StreamedAnswer:
 
     def fail(self, error: ApiError) -> None:
         """An error in place of the stream, or its last event."""
-        if self._has_begun:
+        if self._has_begun or self._buffer.size:
             self._buffer.append(self._writer.failure(error))
         else:
             self.early_error = self.early_error or error

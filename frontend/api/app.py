@@ -25,7 +25,7 @@ from frontend.api.routes_status import (
     Models,
     Ready,
 )
-from frontend.api.routes_tokenize import Detokenize, Tokenize
+from frontend.api.tokenize import Detokenize, Tokenize
 from frontend.errors import ApiError, ClientGone
 from frontend.http.access_log import log_call, log_refusal
 from frontend.http.call import Call

@@ -31,15 +31,14 @@ class OpenAIWriter(ABC):
         texts: TokenTexts,
         usage: Callable[[], Usage],
     ) -> None:
-        common = request.common
         self._head = head
         self._texts = texts
         self._usage = usage
-        self._with_logprobs = common.wants_logprobs
-        self._include_usage = common.include_usage
-        self._continuous_usage = common.continuous_usage
-        self._templates: dict[int, EventTemplate] = {}
-        """Events of text without logprobs and usage, of the choices that have begun."""
+        self._with_logprobs = request.wants_logprobs
+        self._include_usage = request.include_usage
+        self._continuous_usage = request.continuous_usage
+        self._fills: dict[int, Callable[[str], bytes] | None] = {}
+        """Of each choice that has begun, what makes the event of a text without logprobs."""
 
     @abstractmethod
     def _opening(self, number: int) -> JsonObject | None:
@@ -54,12 +53,11 @@ class OpenAIWriter(ABC):
         """A choice of the answer in one piece."""
 
     def events(self, number: int, delta: Delta) -> bytes:
-        template = self._templates.get(number)
-        if template is None:
-            return self._begin(number) + self.events(number, delta)
-        if type(delta) is Text and delta.logprob is None and not self._continuous_usage:
-            return template.fill(delta.text)
-        return self._event(self._piece(number, delta))
+        fill = self._fills.get(number)
+        if fill is not None and type(delta) is Text and delta.logprob is None:
+            return fill(delta.text)
+        opening = b"" if number in self._fills else self._begin(number)
+        return opening + self._event(self._piece(number, delta))
 
     def end(self) -> bytes:
         if not self._include_usage:
@@ -77,8 +75,10 @@ class OpenAIWriter(ABC):
         )
 
     def _begin(self, number: int) -> bytes:
-        piece = self._piece(number, Text(EventTemplate.MARK))
-        self._templates[number] = EventTemplate(self._object([piece], None))
+        self._fills[number] = None
+        if not self._continuous_usage:
+            piece = self._piece(number, Text(EventTemplate.MARK))
+            self._fills[number] = EventTemplate(self._object([piece], None)).fill
         return self._event(self._opening(number))
 
     def _event(self, choice: JsonObject | None) -> bytes:

@@ -94,8 +94,8 @@ class ChatBody(ConversationBody, frozen=True, kw_only=True):
         if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs is only allowed with logprobs: true.", "top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.logprobs else -1
-        common = self.common(limits, limits.max_model_len, logprobs)
-        return GenerationRequest(common, [chat_prompt(self.conversation(self.messages))])
+        prompts = [chat_prompt(self.conversation(self.messages))]
+        return self.generation(prompts, limits, limits.max_model_len, logprobs)
 
 
 def _take_switch(kwargs: dict[str, object], name: str, field: bool | None) -> bool | None:

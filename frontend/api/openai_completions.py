@@ -44,13 +44,12 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
         Raises:
             ApiError: 400 or 404, naming the field.
         """
-        logprobs = -1 if self.logprobs is None else self.logprobs
-        common = self.common(limits, DEFAULT_TOKENS, logprobs)
-        if self.best_of is not None and self.best_of != common.n:
+        if self.best_of is not None and self.best_of != (self.n or 1):
             raise bad_request("best_of is only supported where it equals n.", "best_of")
         if self.echo and self.logprobs is not None:
             raise bad_request("echo is not supported together with logprobs.", "echo")
-        return GenerationRequest(common, self._prompts(limits), self.echo or False)
+        logprobs = -1 if self.logprobs is None else self.logprobs
+        return self.generation(self._prompts(limits), limits, DEFAULT_TOKENS, logprobs)
 
     def _prompts(self, limits: ModelLimits) -> list[Prompt]:
         if isinstance(self.prompt, str):

@@ -32,11 +32,10 @@ class CompletionWriter(OpenAIWriter):
         super().__init__(head, request, texts, usage)
         self._echoes: list[str] = []
         """The text to repeat before each choice's own; empty: nothing is repeated."""
-        if request.echo:
-            for prompt in request.prompts:
-                echo = prompt.echo or ""
-                text = echo if isinstance(echo, str) else texts.decode(echo)
-                self._echoes.extend([text] * request.common.n)
+        for prompt in request.prompts:
+            if prompt.echo is not None:
+                text = prompt.echo if isinstance(prompt.echo, str) else texts.decode(prompt.echo)
+                self._echoes.extend([text] * request.n)
 
     def _opening(self, number: int) -> JsonObject | None:
         return _choice(number, self._echoes[number]) if self._echoes else None

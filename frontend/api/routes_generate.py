@@ -62,7 +62,7 @@ class GenerateEndpoint:
         writer = dialect.writer(head, request, services.texts, job.usage)
         stages = StageTimes()
         try:
-            if request.common.stream:
+            if request.stream:
                 await self._stream(call, receive, send, job, writer)
             else:
                 await _answer(receive, send, job, writer)

@@ -46,6 +46,7 @@ def _describe(services: Services) -> JsonObject:
         "owned_by": "deepinfer",
         "max_model_len": length,
         "context_length": length,
+        "sampling_defaults": msgspec.to_builtins(services.settings.sampling_defaults),
     }
 
 

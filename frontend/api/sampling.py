@@ -9,8 +9,9 @@ import msgspec
 from msgspec import Meta
 
 from frontend.errors import ApiError, bad_request
-from frontend.generation.request import Common, ModelLimits
+from frontend.generation.request import GenerationRequest, ModelLimits, Prompt
 from frontend.generation.stop_strings import StopRule
+from frontend.settings import MinP, RepetitionPenalty, Temperature, TopK, TopP
 from transport.messages.generate import Generate, SamplingParams
 
 MAX_TOP_LOGPROBS = 20
@@ -54,14 +55,14 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     """The newer name of `max_tokens`, and stronger."""
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
     seed: Int64 | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=64)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
@@ -76,9 +77,10 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
     metadata: dict[str, object] | None = None
 
-    def common(self, limits: ModelLimits, default_tokens: int, logprobs: int) -> Common:
-        """All but the prompt. `default_tokens`: `max_tokens` where it is not given. `logprobs` as in
-        `SamplingParams`.
+    def generation(
+        self, prompts: list[Prompt], limits: ModelLimits, default_tokens: int, logprobs: int
+    ) -> GenerationRequest:
+        """`default_tokens`: `max_tokens` where it is not given. `logprobs` as in `SamplingParams`.
 
         Raises:
             ApiError: 400, or 404 for a model that is not served.
@@ -95,7 +97,8 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
             raise bad_request("stream_options is only allowed with stream: true.", "stream_options")
         sampling = self._sampling(limits, default_tokens, logprobs)
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return Common(
+        return GenerationRequest(
+            prompts=prompts,
             generate=Generate(
                 sampling=sampling,
                 priority=self.priority or 0,
@@ -112,17 +115,19 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     def _sampling(self, limits: ModelLimits, default_tokens: int, logprobs: int) -> SamplingParams:
         max_tokens, min_tokens = self._token_limits(limits.max_model_len, default_tokens)
         check_ids(self.stop_token_ids or [], "stop_token_ids", limits)
+        default = limits.sampling
+        top_k = default.top_k if self.top_k is None else self.top_k
         check_ids(list(self.logit_bias or {}), "logit_bias", limits)
         return SamplingParams(
             max_tokens=max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=self.top_p or 1.0,
-            top_k=min(max(self.top_k or 0, 0), limits.vocab_size),
-            min_p=self.min_p or 0.0,
+            temperature=default.temperature if self.temperature is None else self.temperature,
+            top_p=self.top_p or default.top_p,
+            top_k=min(max(top_k, 0), limits.vocab_size),
+            min_p=default.min_p if self.min_p is None else self.min_p,
             seed=random.getrandbits(63) if self.seed is None else self.seed,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=self.repetition_penalty or 1.0,
+            repetition_penalty=self.repetition_penalty or default.repetition_penalty,
             logit_bias=tuple((self.logit_bias or {}).items()),
             logprobs=logprobs,
             min_tokens=min_tokens,

@@ -51,19 +51,18 @@ class Choice:
         """
         self.completion_tokens += len(ids)
         start = self._text_length
-        if finish == RUNNING:
-            text = self._decoder.push(ids)
-        else:
-            # An end-of-sequence or stop token is counted, but is no part of the text.
-            text = self._decoder.push([] if finish == FINISH_STOP else ids) + self._decoder.flush()
+        # An end-of-sequence or stop token is counted, but is no part of the text.
+        text = self._decoder.push(ids) if finish != FINISH_STOP else ""
+        if finish != RUNNING:
+            text += self._decoder.flush()
         self._text_length += len(text)
         if self._scanner is not None:
             text = self._scan(self._scanner, text, finish != RUNNING)
-        if finish != RUNNING and self.finish_reason is None:
-            self.finish_reason = FINISH_REASONS[finish]
         deltas = self._parser.push(text) if text else ()
         if logprob is not None and finish != FINISH_STOP:
             deltas = _with_logprob(deltas, logprob, start)
+        if finish != RUNNING and self.finish_reason is None:
+            self.finish_reason = FINISH_REASONS[finish]
         if self.finish_reason is not None:
             return [*deltas, *self._parser.finish(self.finish_reason)]
         return deltas

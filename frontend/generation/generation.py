@@ -81,20 +81,19 @@ class Generation:
         now: float,
     ) -> None:
         """Tokens of one choice came at `now` (CLOCK_MONOTONIC seconds), with the finish code of the
-        last one, and an entry a token where logprobs were asked for."""
+        last one. `logprobs`, used up here, has an entry a token; None: they were not asked for."""
         choice = self.choices[index]
         if choice.finish_reason is not None or not self._open:
             return
         self.first_token_at = self.first_token_at or now
-        count = len(ids)
-        self._metrics.saw_tokens(choice.last_at, self._received_at, now, count)
+        self._metrics.saw_tokens(choice.last_at, self._received_at, now, len(ids))
         choice.last_at = now
         number = self._first_number + index
         # Token by token, so that each has an event of its own. A row without tokens has an end to tell.
-        for position in range(count or 1):
-            code = finish if position >= count - 1 else RUNNING
-            token = ids if count == 1 else ids[position : position + 1]
-            entry = logprobs[position] if logprobs else None
+        tokens = [ids] if len(ids) < 2 else [[token] for token in ids]
+        for token in tokens:
+            code = finish if token is tokens[-1] else RUNNING
+            entry = logprobs.pop(0) if logprobs else None
             for delta in choice.push(token, code, entry):
                 self._write(number, delta)
             if choice.finish_reason is not None:

@@ -60,7 +60,7 @@ class Job:
 
     @property
     def choice_count(self) -> int:
-        return len(self.request.prompts) * self.request.common.n
+        return len(self.request.prompts) * self.request.n
 
     @property
     def finished(self) -> bool:
@@ -85,14 +85,14 @@ class Job:
             ApiError: 503, the router does not take them.
         """
         self._consumer = consumer
-        common = self.request.common
-        for position, prompt in enumerate(self.request.prompts):
-            suffix = f"-{position}" if len(self.request.prompts) > 1 else ""
+        request = self.request
+        for position, prompt in enumerate(request.prompts):
+            suffix = f"-{position}" if len(request.prompts) > 1 else ""
             generation = Generation(
                 RequestId(f"{self.call_id}{suffix}"),
                 prompt,
-                position * common.n,
-                [self._new_choice() for _ in range(common.n)],
+                position * request.n,
+                [self._new_choice() for _ in range(request.n)],
                 self._router,
                 consumer.write,
                 partial(self._prompt_failed, consumer),
@@ -104,19 +104,19 @@ class Job:
             self._router.submit(generation, self._submit(generation))
 
     def _new_choice(self) -> Choice:
-        return Choice(self._texts.decoder(), self.request.common.stops, PlainText())
+        return Choice(self._texts.decoder(), self.request.stops, PlainText())
 
     def _submit(self, generation: Generation) -> Submit:
-        common, prompt = self.request.common, generation.prompt
+        request, prompt = self.request, generation.prompt
         return Submit(
             request_id=generation.request_id,
             kind=prompt.kind,
-            generate=common.generate,
+            generate=request.generate,
             received_at=self.received_at,
-            n=common.n,
+            n=request.n,
             affinity=self._affinity or prompt.affinity,
             add_special_tokens=prompt.add_special_tokens,
-            call=RequestId(self.call_id if len(self.request.prompts) > 1 else ""),
+            call=RequestId(self.call_id if len(request.prompts) > 1 else ""),
         )
 
     def usage(self) -> Usage:

@@ -9,6 +9,7 @@ import msgspec
 from frontend.conversation import Conversation
 from frontend.errors import bad_request
 from frontend.generation.stop_strings import StopRule
+from frontend.settings import SamplingDefaults
 from transport.framing import Payload, token_frame
 from transport.messages.generate import Generate, PromptKind
 
@@ -24,6 +25,7 @@ class ModelLimits(msgspec.Struct, frozen=True):
     vocab_size: int
     max_model_len: int
     max_choices: int
+    sampling: SamplingDefaults = SamplingDefaults()
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -37,12 +39,12 @@ class Prompt(msgspec.Struct, frozen=True):
     """What a completion with `echo` repeats: the text, or ids to decode."""
 
 
-class Common(msgspec.Struct, frozen=True):
-    """What every generating request says."""
-
+class GenerationRequest(msgspec.Struct, frozen=True):
+    prompts: list[Prompt]
     generate: Generate
     stops: StopRule
     n: int
+    """Choices of each prompt."""
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -50,14 +52,6 @@ class Common(msgspec.Struct, frozen=True):
     @property
     def wants_logprobs(self) -> bool:
         return self.generate.sampling.logprobs >= 0
-
-
-class GenerationRequest(msgspec.Struct, frozen=True):
-    """A checked request to generate."""
-
-    common: Common
-    prompts: list[Prompt]
-    echo: bool = False
 
 
 def chat_prompt(conversation: Conversation) -> Prompt:

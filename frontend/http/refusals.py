@@ -36,15 +36,12 @@ def refusal(error: msgspec.ValidationError, expected: object, prefix: str = "") 
     param = (prefix + path.partition("[...]")[0]).removeprefix(".")
     wanted = _follow(_type_info(expected), path)
     if in_key:
-        keys = [t.key_type for t in _members(wanted) if isinstance(t, inspect.DictType)]
-        return bad_request(f"A key of {param} must be {_words(keys[0])}.", param)
-    subject = (
-        f"{param} is missing: it"
-        if missing
-        else f"A value of {param}"
-        if "[...]" in path
-        else param
-    )
+        wanted = next(t.key_type for t in _members(wanted) if isinstance(t, inspect.DictType))
+        subject = f"A key of {param}"
+    elif "[...]" in path:
+        subject = f"A value of {param}"
+    else:
+        subject = f"{param} is missing: it" if missing else param
     return bad_request(f"{subject} must be {_words(wanted)}.", param)
 
 
@@ -120,9 +117,12 @@ def _plain_words(kind: inspect.Type) -> str:
             return empty if high is None else f"{empty} of at most {high} items"
         case inspect.LiteralType(values=values):
             return _one_of([f'"{value}"' for value in values])
+        case inspect.DictType(max_length=int(high)):
+            return f"an object of at most {high} entries"
         case inspect.StructType() | inspect.DictType():
             return "an object"
-    return "something else"
+    # Of values that nobody types, only numbers are refused.
+    return "a number that fits into 64 bits"
 
 
 def _range(low: float | None, high: float | None) -> str:

@@ -21,9 +21,8 @@ _LINE_ENDS = (
 def json_text(text: str) -> bytes:
     """A string as JSON without any character that somebody takes for the end of a line."""
     encoded = _encode(text)
-    if not text.isascii():
-        for raw, escaped in _LINE_ENDS:
-            encoded = encoded.replace(raw, escaped)
+    for raw, escaped in _LINE_ENDS:
+        encoded = encoded.replace(raw, escaped)
     return encoded
 
 
@@ -48,4 +47,5 @@ class EventTemplate:
         self._head, self._tail = event(value).split(_ENCODED_MARK)
 
     def fill(self, text: str) -> bytes:
-        return self._head + json_text(text) + self._tail
+        encoded = _encode(text) if text.isascii() else json_text(text)
+        return self._head + encoded + self._tail

@@ -80,20 +80,10 @@ class CacheCopies:
         return self._pages.store(device_pages, host_pages)
 
     def load_state(self, slot: int, position: int, state: int) -> PendingCopy:
-        """Host state `state` into `slot`, as the state after `position` tokens.
-
-        Raises:
-            HostPoolError: the device refuses; no byte is under way.
-        """
         codec, row = self._codec(), self._host_states[state]
         return self._run(lambda: codec.load_state(slot, position, row))
 
     def store_state(self, slot: int, position: int, state: int) -> PendingCopy:
-        """The state of `slot` after `position` tokens into host state `state`.
-
-        Raises:
-            HostPoolError: the device refuses; no byte is under way.
-        """
         codec, row = self._codec(), self._host_states[state]
         return self._run(lambda: codec.store_state(slot, position, row))
 

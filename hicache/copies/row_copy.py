@@ -69,7 +69,6 @@ class Done:
 
 
 def copy_now(copy: Callable[[], None]) -> Done:
-    """Make a copy that is over when `copy` returns."""
     started = time.perf_counter()
     copy()
     return Done(time.perf_counter() - started)

@@ -40,11 +40,9 @@ class HostRows(Rows):
         return cls(int(memory.ctypes.data), memory.strides[0], row_bytes, count, memory)
 
     @classmethod
-    def packed(cls, arena: RowArray, row_bytes: int) -> HostRows:
-        """As many rows as fit into an arena of bytes."""
-        count = len(arena) // row_bytes
+    def packed(cls, arena: RowArray, row_bytes: int, count: int) -> HostRows:
+        """`count` rows from the start of an arena of bytes on, without gaps."""
         return cls.of(arena[: count * row_bytes].reshape(count, row_bytes))
 
     def page_locked(self) -> HostRows:
-        """The same rows, which somebody has page-locked."""
         return replace(self, is_page_locked=True)

@@ -17,7 +17,6 @@ class PrefixDemand:
         self._waiting: Counter[bytes] = Counter()
 
     def add(self, keys: Sequence[bytes]) -> None:
-        """A prompt waits that could use a hit on any of these pages."""
         self._waiting.update(keys)
 
     def remove(self, keys: Sequence[bytes]) -> None:
@@ -46,10 +45,5 @@ class PrefixDemand:
         return best
 
     def check_integrity(self, waiting: Iterable[Sequence[bytes]]) -> None:
-        """Count anew; `waiting` are the keys of all prompts that wait.
-
-        Raises:
-            AssertionError: it is not the same.
-        """
         if self._waiting != Counter(key for keys in waiting for key in keys):
             raise AssertionError("the prompts that wait are counted wrongly")

@@ -18,7 +18,7 @@ from hicache.manager.telemetry import PrefixTelemetry
 from hicache.manager.transfers import PrefixTransfers
 from hicache.pool.host_pool import HostPool, PoolGeometry
 from hicache.pool.segment import check_segment
-from transport.messages.cache_report import CacheContent, PrefixMiss, PrefixUse
+from transport.messages.cache_report import CacheContent
 from transport.messages.control import CacheAction
 from transport.telemetry.metrics import MetricSet
 
@@ -26,7 +26,6 @@ REPORT_SECONDS: Final = 0.5
 """Time between two looks at the whole cache for the metrics."""
 MAX_PENDING_BYTES: Final = 2 << 30
 SHOWN_PREFIXES: Final = 10
-SHOWN_MISSES: Final = 10
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +51,6 @@ class HostPrefixCache:
         metrics: MetricSet,
         max_pending_bytes: int = MAX_PENDING_BYTES,
     ) -> None:
-        """Serve what the pool holds already."""
         self._pool = pool
         self.cache = PrefixCache(
             pool,
@@ -79,7 +77,6 @@ class HostPrefixCache:
         return has_arrived
 
     def carry_out(self, action: CacheAction) -> CacheContent:
-        """What the cache holds; with `flush`, it is emptied then."""
         stats = self.cache.stats()
         content = CacheContent(
             enabled=True,
@@ -89,21 +86,8 @@ class HostPrefixCache:
             states_total=stats.num_states,
             pool_bytes=self._pool.geometry.total_bytes,
             oldest_page_seconds=stats.oldest_page_seconds,
-            top_prefixes=[
-                PrefixUse(use.num_tokens, use.hits, use.idle_seconds, use.has_state)
-                for use in self.cache.top_prefixes(SHOWN_PREFIXES)
-            ],
-            recent_misses=[
-                PrefixMiss(
-                    miss.seconds_ago,
-                    miss.prompt_tokens,
-                    miss.hit_tokens,
-                    miss.matched_tokens,
-                    miss.reason,
-                    miss.request_id,
-                )
-                for miss in self.cache.recent_misses()[:SHOWN_MISSES]
-            ],
+            top_prefixes=self.cache.top_prefixes(SHOWN_PREFIXES),
+            recent_misses=self.cache.recent_misses(),
         )
         if action == "flush":
             self.cache.flush()
@@ -120,11 +104,6 @@ class HostPrefixCache:
             log.debug("the host pool stays mapped until this process ends")
 
     def check_integrity(self) -> None:
-        """Verify the whole cache.
-
-        Raises:
-            AssertionError: something is wrong.
-        """
         self.cache.check_integrity()
 
 

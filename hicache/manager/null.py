@@ -34,9 +34,10 @@ class NoReuse:
     def begin_load(self, ticket: PrefixTicket, slot: int, pages: tuple[int, ...]) -> None:
         pass
 
-    def begin_store(
-        self, ticket: PrefixTicket, stop: int, slot: int, pages: tuple[int, ...]
-    ) -> None:
+    def advance(self, ticket: PrefixTicket, num_computed: int) -> None:
+        pass
+
+    def begin_store(self, ticket: PrefixTicket, slot: int, pages: tuple[int, ...]) -> None:
         pass
 
     def drop(self, ticket: PrefixTicket) -> None:

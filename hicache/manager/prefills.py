@@ -36,7 +36,6 @@ class Prefills:
         return announcement
 
     def close(self, announcement: Announcement) -> None:
-        """The prompt is in the cache, or will not come there. Idempotent."""
         if announcement not in self._open:
             return
         self._open.remove(announcement)
@@ -92,11 +91,6 @@ class Prefills:
         return leader is None or announcement.end - leader.num_computed <= wait.gain
 
     def check_integrity(self, tickets: Iterable[PrefixTicket]) -> None:
-        """Compare with the tickets of all sequences that there are.
-
-        Raises:
-            AssertionError: an announcement is kept of a sequence that is over, or is lost.
-        """
         own = {a for t in tickets for a in (t.announcement, t.cut_announcement) if a}
         if own != {announcement for announcement in self._open if announcement.leader is not None}:
             raise AssertionError("the announced prompts are not those that are being computed")
@@ -106,7 +100,6 @@ class Prefills:
 
 
 def _has_stalled(wait: PrefixWait) -> bool:
-    """Whether no chunk of what it waits for was planned since it was last asked."""
     leader = wait.announcement.leader
     if leader is None:
         return False

@@ -20,8 +20,8 @@ class PrefixReuse:
     """The prefixes of one rank's sequences.
 
     A sequence comes by `enqueue` and is asked `should_wait` until it need not; then it is started. For
-    each chunk, `end_chunk` says how far it may go, `begin_load` and `begin_store` what to copy with it.
-    `drop` ends this at any point.
+    each chunk, `end_chunk` says how far it may go and `advance` how far it goes; once it is sure to run,
+    `begin_load` and `begin_store` say what to copy with it. `drop` ends this at any point.
     """
 
     def __init__(self, cache: PrefixCache, prefills: Prefills, keep_tokens: int) -> None:
@@ -47,8 +47,6 @@ class PrefixReuse:
         self._demand.add(ticket.wanted_keys)
 
     def should_wait(self, ticket: PrefixTicket) -> bool:
-        """Whether a prompt that is being computed now will leave a longer prefix for this sequence, and
-        has less left to compute than this one would save by it."""
         return self._prefills.should_wait(ticket)
 
     def start(self, ticket: PrefixTicket, make_room: Callable[[int], bool]) -> int:
@@ -76,7 +74,6 @@ class PrefixReuse:
     # ---- while it is computed -----------------------------------------------------------------
 
     def end_chunk(self, ticket: PrefixTicket, stop: int) -> int:
-        """Where the next chunk, which could go on to `stop`, must end."""
         self._choose_state_cut(ticket)
         return ticket.state_cut if ticket.num_computed < ticket.state_cut < stop else stop
 
@@ -111,13 +108,16 @@ class PrefixReuse:
             return None
         return PrefixLoad(slot, pages[: hit.num_tokens // self._cache.page_tokens], hit)
 
+    def advance(self, ticket: PrefixTicket, num_computed: int) -> None:
+        """A chunk is filled that ends there; or it was dropped, and the one before it ended there."""
+        ticket.num_computed = num_computed
+
     def begin_store(
-        self, ticket: PrefixTicket, stop: int, slot: int, pages: tuple[int, ...]
+        self, ticket: PrefixTicket, slot: int, pages: tuple[int, ...]
     ) -> PrefixStore | None:
-        """What to store after the chunk that is being planned, which ends at `stop`: something if that
-        is its state cut or the end of the prompt."""
-        ticket.num_computed = stop
-        keys, anchors = ticket.keys, None
+        """What to store after the chunk that is being planned: something if it ends at the state cut or
+        at the end of the prompt."""
+        stop, keys, anchors = ticket.num_computed, ticket.keys, None
         if keys is None or stop not in (ticket.state_cut, keys.num_tokens):
             return None
         if stop == ticket.state_cut:
@@ -156,11 +156,6 @@ class PrefixReuse:
     def check_integrity(
         self, queued: Iterable[PrefixTicket], started: Iterable[PrefixTicket]
     ) -> None:
-        """Compare with the tickets of the sequences that the scheduler has, without a slot and with one.
-
-        Raises:
-            AssertionError: something of a sequence that is over, or has started, is kept.
-        """
         waiting, computed = list(queued), list(started)
         self._prefills.check_integrity([*waiting, *computed])
         wanted = [self._wanted_keys(ticket) for ticket in waiting]

@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from hicache.cache.index import NO_SLOT
+from hicache.cache.index import ABSENT
 from hicache.cache.outcomes import Hit
 from hicache.cache.prefix_cache import PrefixCache
 from hicache.copies.cache_copies import CacheCopies
@@ -70,7 +70,6 @@ class PrefixTransfers:
 
     @property
     def num_open(self) -> int:
-        """Transfers that have not arrived."""
         return len(self._open)
 
     def close(self) -> None:
@@ -90,7 +89,7 @@ class PrefixTransfers:
         assert self._copies is not None
         for load in loads:
             num_bytes = len(load.pages) * self._geometry.page_bytes
-            if load.hit.state_slot != NO_SLOT:
+            if load.hit.host_state != ABSENT:
                 num_bytes += self._geometry.state_bytes
             try:
                 copies = tuple(_start_load(self._copies, load))
@@ -156,15 +155,15 @@ class PrefixTransfers:
 
 def _start_load(copies: CacheCopies, load: PrefixLoad) -> Iterator[PendingCopy]:
     slot, pages, hit = load
-    yield copies.load_pages(np.asarray(pages, np.int32), hit.page_slots)
-    if hit.state_slot != NO_SLOT:
-        yield copies.load_state(slot, hit.num_tokens, hit.state_slot)
+    yield copies.load_pages(np.asarray(pages, np.int32), hit.host_pages)
+    if hit.host_state != ABSENT:
+        yield copies.load_state(slot, hit.num_tokens, hit.host_state)
 
 
 def _start_store(copies: CacheCopies, store: PrefixStore) -> Iterator[PendingCopy]:
     """The copies as they are started: whoever takes them has those before one that fails."""
     slot, pages, plan, _ = store
     table = np.asarray(pages, np.int32)
-    yield copies.store_pages(table[plan.page_indexes], plan.page_slots)
+    yield copies.store_pages(table[plan.blocks], plan.host_pages)
     for state in plan.states:
-        yield copies.store_state(slot, state.position, state.slot)
+        yield copies.store_state(slot, state.position, state.host_state)

@@ -1,11 +1,11 @@
-"""One rank's host pool: a self-describing segment of page rows and state rows.
+"""One rank's host pool: a self-describing segment of host pages and host states, each a row of bytes.
 
 Layout, all offsets in bytes from the start of the segment:
 
     0                   what the pool is made for (magic, version, fingerprint, sizes)
-    4096                headers of the page slots, then headers of the state slots, 64 bytes each
-    next multiple of 4096   page rows, packed: neighbouring slots are one run of bytes
-    next multiple of 4096   state rows, packed
+    4096                headers of the pages, then headers of the states, 64 bytes each
+    next multiple of 4096   pages, packed: neighbours are one run of bytes
+    next multiple of 4096   states, packed
 
 A pool that was made for anything else is wiped, never served.
 """
@@ -24,8 +24,8 @@ import numpy as np
 
 from hicache.copies.rows import HostRows, RowArray
 from hicache.errors import HostPoolError
+from hicache.pool.headers import HEADER_DTYPE, PAGE_KIND, STATE_KIND, HeaderTable
 from hicache.pool.segment import reserve_segment
-from hicache.pool.slot_headers import HEADER_DTYPE, PAGE_KIND, STATE_KIND, HeaderTable
 from transport.wording import GIB
 
 _ALIGNMENT: Final = 4096
@@ -83,7 +83,6 @@ class PoolGeometry:
         return _aligned(self.states_offset + self.num_states * self.state_bytes)
 
     def identity(self) -> bytes:
-        """What stands at the start of a pool of this geometry."""
         return _IDENTITY.pack(
             _MAGIC,
             _VERSION,
@@ -114,8 +113,12 @@ class HostPool:
             raise
         self.memory: RowArray = np.frombuffer(self._map, np.uint8)
         """The whole segment, for page-locking."""
-        self.pages = self._rows(geometry.pages_offset, geometry.num_pages, geometry.page_bytes)
-        self.states = self._rows(geometry.states_offset, geometry.num_states, geometry.state_bytes)
+        self.pages = HostRows.packed(
+            self.memory[geometry.pages_offset :], geometry.page_bytes, geometry.num_pages
+        )
+        self.states = HostRows.packed(
+            self.memory[geometry.states_offset :], geometry.state_bytes, geometry.num_states
+        )
         self.page_headers = self._headers(0, geometry.num_pages, PAGE_KIND)
         self.state_headers = self._headers(geometry.num_pages, geometry.num_states, STATE_KIND)
         identity = geometry.identity()
@@ -132,8 +135,8 @@ class HostPool:
         """
         self.memory = np.empty(0, np.uint8)
         self.pages = self.states = HostRows.of(np.empty((0, 0), np.uint8))
-        self.page_headers = HeaderTable(np.empty(0, HEADER_DTYPE), PAGE_KIND)
-        self.state_headers = HeaderTable(np.empty(0, HEADER_DTYPE), STATE_KIND)
+        self.page_headers.let_go()
+        self.state_headers.let_go()
         self._map.close()
         os.close(self._lock)
 
@@ -143,10 +146,6 @@ class HostPool:
         self.page_headers.clear()
         self.state_headers.clear()
         self._map[: len(identity)] = identity
-
-    def _rows(self, offset: int, count: int, row_bytes: int) -> HostRows:
-        memory = self.memory[offset : offset + count * row_bytes]
-        return HostRows.of(memory.reshape(count, row_bytes))
 
     def _headers(self, first: int, count: int, kind: int) -> HeaderTable:
         offset = _ALIGNMENT + first * HEADER_DTYPE.itemsize

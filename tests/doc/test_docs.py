@@ -9,6 +9,7 @@ import pkgutil
 import re
 import typing
 from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 
 import msgspec
@@ -96,14 +97,12 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_steps_of_a_request_are_where_the_architecture_page_says():
-    steps = re.findall(
-        r"^\d+\. .*\[`([^`]+)`\]\(([^)]+)\) `(\w+)`\.$",
-        block("architecture.md", "request path"),
-        re.M,
-    )
-    assert len(steps) == len(block("architecture.md", "request path").strip().splitlines())
+@pytest.mark.parametrize("path", ["request path", "page path"])
+def test_the_steps_of_a_way_are_where_the_architecture_page_says(path):
+    listed = block("architecture.md", path)
+    steps = re.findall(r"^\d+\. .*\[`([^`]+)`\]\(([^)]+)\) `([\w.]+)`\.$", listed, re.M)
+    assert len(steps) == len(listed.strip().splitlines())
     for shown, target, symbol in steps:
         assert target == f"../{shown}"
         module = importlib.import_module(shown.removesuffix(".py").replace("/", "."))
-        assert hasattr(module, symbol), f"{shown} has no {symbol}"
+        assert attrgetter(symbol)(module), f"{shown} has no {symbol}"

@@ -23,6 +23,9 @@ def test_the_model_is_listed_with_its_context_length(client):
     models = client.models.list().data
     assert [m.id for m in models] == ["SmolLM2-135M-Instruct"]
     assert models[0].max_model_len == 8192
+    assert models[0].sampling_defaults == {
+        "temperature": 0.2, "top_p": 0.9, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
+    }  # fmt: skip
     assert client.models.retrieve("SmolLM2-135M-Instruct").id == models[0].id
 
 
@@ -106,6 +109,18 @@ def test_a_stop_string_ends_the_text_before_itself(client, model, stream):
         text, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
     assert text.endswith(" P")
     assert reason == "stop"
+
+
+def test_who_says_nothing_of_sampling_gets_what_the_model_card_advises(client, model):
+    def ask(seed: int, **sampling: float) -> str:
+        answer = client.chat.completions.create(
+            model=model, messages=QUESTION, seed=seed, max_tokens=40, **sampling
+        )
+        return answer.choices[0].message.content
+
+    said_nothing = [ask(seed) for seed in range(8)]
+    assert said_nothing == [ask(seed, temperature=0.2, top_p=0.9) for seed in range(8)]
+    assert said_nothing != [ask(seed, temperature=1.0, top_p=1.0) for seed in range(8)]
 
 
 def test_errors_become_the_exceptions_of_the_client(client, model):

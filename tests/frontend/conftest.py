@@ -16,6 +16,7 @@ import pytest
 import uvicorn
 import zmq
 
+from daemon.cli.check.event_stream import whole_stream
 from frontend.api.app import FrontendApp
 from frontend.gate import Gate
 from frontend.http.auth import ApiKeys
@@ -341,10 +342,8 @@ class HttpAnswer:
 
     @property
     def events(self) -> list[dict]:
-        """Events of a stream, without [DONE], whose presence is asserted."""
-        lines = [line[6:] for line in self.body.split(b"\n") if line.startswith(b"data: ")]
-        assert lines[-1] == b"[DONE]"
-        return [json.loads(line) for line in lines[:-1]]
+        """Events of a stream, without the [DONE] that must end it."""
+        return [json.loads(data) for data in whole_stream(self.body)]
 
 
 @pytest.fixture

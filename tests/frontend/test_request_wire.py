@@ -26,7 +26,7 @@ from frontend.api.openai_messages import (
     ToolMessage,
 )
 from frontend.conversation import Conversation, Message, ToolCall
-from frontend.generation.request import GenerationRequest, ModelLimits
+from frontend.generation.request import GenerationRequest, ModelLimits, Prompt
 from frontend.tokenizer.chat_template import ChatTemplate
 from frontend.tokenizer.load import TokenizerFiles
 from transport.messages.generate import Generate, SamplingParams
@@ -82,12 +82,12 @@ GENERATION = {
     "frequency_penalty": (-0.9, "submit.generate.sampling.frequency_penalty", -0.9),
     "repetition_penalty": (1.1, "submit.generate.sampling.repetition_penalty", 1.1),
     "logit_bias": ({"12": -1.5}, "submit.generate.sampling.logit_bias", ((12, -1.5),)),
-    "stop": (["a", "b"], "request.common.stops.strings", ("a", "b")),
+    "stop": (["a", "b"], "request.stops.strings", ("a", "b")),
     "stop_token_ids": ([13, 14], "submit.generate.sampling.stop_token_ids", (13, 14)),
     "ignore_eos": (True, "submit.generate.sampling.ignore_eos", True),
     "n": (2, "submit.n", 2),
-    "stream": (True, "request.common.stream", True),
-    "stream_options": ({"include_usage": True}, "request.common.include_usage", True),
+    "stream": (True, "request.stream", True),
+    "stream_options": ({"include_usage": True}, "request.include_usage", True),
     "response_format": ({"type": "text"}, CHECKED_ONLY, None),
     "priority": (-4, "submit.generate.priority", -4),
     "prefix_cache": (False, "submit.generate.prefix_cache", False),
@@ -109,14 +109,14 @@ CHAT = {
     "add_generation_prompt": (False, "add_generation_prompt", False),
     "continue_final_message": (True, "conversation.continue_final_message", True),
     "chat_template_kwargs": ({"mood": "good"}, "mood", "good"),
-    "logprobs": (True, "request.common.wants_logprobs", True),
+    "logprobs": (True, "request.wants_logprobs", True),
     "top_logprobs": (4, "submit.generate.sampling.logprobs", 4),
 }
 COMPLETION = {
     **GENERATION,
     "prompt": ("Hi", "submit.kind", "text"),
     "logprobs": (None, CHECKED_ONLY, None),  # not together with echo
-    "echo": (True, "request.echo", True),
+    "echo": (True, "prompt.echo", "Hi"),
     "add_special_tokens": (False, "submit.add_special_tokens", False),
     "best_of": (2, CHECKED_ONLY, None),
     "suffix": ("", CHECKED_ONLY, None),
@@ -128,6 +128,10 @@ class Arrived:
     request: GenerationRequest
     submit: Submit
     conversation: Conversation | None = None
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.request.prompts[0]
 
 
 def names(struct: type[msgspec.Struct]) -> set[str]:

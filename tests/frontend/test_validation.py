@@ -16,6 +16,7 @@ from frontend.errors import ApiError
 from frontend.generation.request import ModelLimits
 from frontend.generation.stop_strings import StopRule
 from frontend.http.json_body import decode_body
+from frontend.settings import SamplingDefaults
 
 LIMITS = ModelLimits("served", 1000, 4096, 8)
 USER = {"role": "user", "content": "Hi"}
@@ -128,27 +129,49 @@ def test_completions_refuse_by_name(name, value):
 def test_null_is_absent(name):
     given_null, absent = chat(**{name: None}), chat()
     assert given_null.prompts == absent.prompts
-    assert given_null.common.stops == absent.common.stops
-    assert given_null.common.generate.sampling.max_tokens == LIMITS.max_model_len
+    assert given_null.stops == absent.stops
+    assert given_null.generate.sampling.max_tokens == LIMITS.max_model_len
 
 
 def test_values_arrive():
-    common = chat(
+    request = chat(
         max_tokens=9, max_completion_tokens=7, temperature=0, top_p=0.5, top_k=-1, min_p=0.1,
         seed=-5, stop=["a", "b", "a"], stop_token_ids=[3], presence_penalty=1,
         frequency_penalty=-1, repetition_penalty=1.2, logit_bias={"5": -100}, logprobs=True,
         top_logprobs=3, n=2, stream=True, stream_options={"continuous_usage_stats": True},
         ignore_eos=True, min_tokens=2, priority=-3, model="served",
-    ).common  # fmt: skip
-    sampling = common.generate.sampling
+    )  # fmt: skip
+    sampling = request.generate.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (7, 0.0, 0.5)
     assert (sampling.top_k, sampling.min_p, sampling.seed) == (0, 0.1, -5)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (1.0, -1.0)
     assert (sampling.repetition_penalty, sampling.logit_bias) == (1.2, ((5, -100.0),))
     assert (sampling.logprobs, sampling.min_tokens, sampling.ignore_eos) == (3, 2, True)
     assert sampling.stop_token_ids == (3,)
-    assert (common.stops, common.n, common.generate.priority) == (StopRule(("a", "b"), 2), 2, -3)
-    assert (common.include_usage, common.continuous_usage) == (False, True)
+    assert (request.stops, request.n, request.generate.priority) == (StopRule(("a", "b"), 2), 2, -3)
+    assert (request.include_usage, request.continuous_usage) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("read", "prompt"), [(read_chat, {"messages": [USER]}), (read_completion, {"prompt": "Hi"})]
+)
+def test_the_models_sampling_holds_where_a_request_does_not_say(read, prompt):
+    def chosen(**fields) -> tuple[float, ...]:
+        sampling = read(as_body(fields, **prompt), limits).generate.sampling
+        return (
+            sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p,
+            sampling.repetition_penalty,
+        )  # fmt: skip
+
+    limits = ModelLimits("served", 1000, 4096, 8, SamplingDefaults(0.2, 0.9, 40, 0.1, 1.3))
+    assert chosen() == (0.2, 0.9, 40, 0.1, 1.3)
+    assert chosen(temperature=None, top_k=None) == (0.2, 0.9, 40, 0.1, 1.3)
+    assert chosen(temperature=0) == (0.0, 0.9, 40, 0.1, 1.3)
+    given = dict(temperature=1, top_p=1, top_k=0, min_p=0, repetition_penalty=1)
+    assert chosen(**given) == (1.0, 1.0, 0, 0.0, 1.0)
+    assert chosen(top_k=-1) == (0.2, 0.9, 0, 0.1, 1.3)
+    limits = ModelLimits("served", 1000, 4096, 8, SamplingDefaults(top_k=5000))
+    assert chosen() == (1.0, 1.0, 1000, 0.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +184,10 @@ def test_values_arrive():
         (
             {"stop": 5},
             "stop must be a non-empty string of at most 16384 characters or an array of at most 64 items.",
+        ),
+        (
+            {"logit_bias": {str(i): 1 for i in range(1025)}},
+            "logit_bias must be an object of at most 1024 entries.",
         ),
         ({"logit_bias": {"x": 1}}, "A key of logit_bias must be an integer of at least 0."),
         ({"logit_bias": {"5": 101}}, "A value of logit_bias must be a number from -100 to 100."),
@@ -279,19 +306,19 @@ def test_how_the_prompt_ends_may_be_a_field_or_a_template_argument(name):
 
 
 def test_limits_beyond_the_context_are_cut_to_it_however_large():
-    sampling = completion(max_tokens=10**30, top_k=10**30, min_tokens=4096).common.generate.sampling
+    sampling = completion(max_tokens=10**30, top_k=10**30, min_tokens=4096).generate.sampling
     assert (sampling.max_tokens, sampling.top_k) == (LIMITS.max_model_len, LIMITS.vocab_size)
 
 
 def test_seeds_are_drawn_where_none_is_given():
-    assert len({chat().common.generate.sampling.seed for _ in range(5)}) == 5
+    assert len({chat().generate.sampling.seed for _ in range(5)}) == 5
 
 
 def test_prompts_of_all_forms():
     kinds = [p.kind for p in completion(prompt=["a", [1, 2]]).prompts]
     assert kinds == ["text", "tokens"]
     assert bytes(completion(prompt=[1, 2]).prompts[0].frame) == b"\1\0\0\0\2\0\0\0"
-    assert completion().common.generate.sampling.max_tokens == 16
+    assert completion().generate.sampling.max_tokens == 16
 
 
 @pytest.mark.parametrize(
@@ -388,10 +415,16 @@ def test_fields_that_nobody_reads_must_be_json_too(value):
     assert read_completion(b'{"prompt": "x", "frobnicate": {"y": [1]}}', LIMITS).prompts
 
 
+def test_a_number_beyond_all_bounds_is_named():
+    with pytest.raises(ApiError) as caught:
+        read_completion(b'{"prompt": "x", "metadata": {"a": [1e999]}}', LIMITS)
+    assert caught.value.param == "metadata"
+
+
 def test_byte_order_mark_and_repeated_keys():
     assert decode_body(b'\xef\xbb\xbf{"a": 1, "a": 2}', ANY_OBJECT) == {"a": 2}
     body = b'\xef\xbb\xbf{"prompt": "x", "n": 1, "n": 2}'
-    assert read_completion(body, LIMITS).common.n == 2
+    assert read_completion(body, LIMITS).n == 2
 
 
 JSON = st.recursive(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -26,7 +25,7 @@ from tests.support.engines import open_engine
 from transport.ids import ProcessName, RequestId
 from transport.messages.generate import Generate, SamplingParams
 from transport.telemetry.metrics import MetricSet
-from workers.contract import Engine, LaunchedStep
+from workers.contract import Engine
 from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.sequence import Sequence
 
@@ -72,24 +71,23 @@ class Rank:
         manager = HostPrefixCache(self.pool, layout, copies, MetricSet(), PLENTY)
         self.cache, self.transfers = manager.cache, manager.transfers
         self.scheduler = Scheduler(engine.info, 300, 1, manager.reuse)
-        self.in_flight: deque[LaunchedStep] = deque()
         self.got: dict[RequestId, list[int]] = {}
         self.hit_tokens = 0
 
     def turn(self) -> bool:
-        plan = self.scheduler.plan()
-        if plan is not None:
-            self.transfers.load(plan.loads, plan.written_pages())
-            self.in_flight.append(self.engine.launch(plan))
-            self.transfers.store(plan.stores)
-        depth = self.engine.info.pipeline_depth if plan is not None else 0
-        if self.scheduler.num_launched > depth:
-            output = self.scheduler.apply(self.in_flight.popleft().collect())
-            self.hit_tokens += sum(sequence.prefix.cached_tokens for sequence in output.started)
+        step = self.scheduler.next_step()
+        if step is not None:
+            self.transfers.load(step.plan.loads, step.plan.written_pages())
+            step.launched = self.engine.launch(step.plan)
+            self.transfers.store(step.plan.stores)
+        depth = self.engine.info.pipeline_depth if step is not None else 0
+        if self.scheduler.num_in_flight > depth:
+            output = self.scheduler.collect()
+            self.hit_tokens += sum(s.prefix.cached_tokens for s in output.step.started)
             for row in output.rows:
                 self.got.setdefault(row.sequence.key[0], []).append(row.token)
         self.transfers.poll()
-        return plan is not None or self.scheduler.num_launched > 0 or self.transfers.num_open > 0
+        return step is not None or self.scheduler.num_in_flight > 0 or self.transfers.num_open > 0
 
     def answer(self, prompts: dict[str, list[int]], with_cache: bool) -> dict[str, list[int]]:
         for name, prompt in prompts.items():

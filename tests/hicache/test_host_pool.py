@@ -68,7 +68,7 @@ def test_rows_are_packed_aligned_at_their_start_and_apart_from_all_else(segment)
         pool.pages.memory[:] = 255
         assert not pool.states.memory.any()
         pool.states.memory[:] = 255
-        assert not pool.page_headers.valid_slots() and not pool.state_headers.valid_slots()
+        assert not pool.page_headers.valid_headers() and not pool.state_headers.valid_headers()
     with attached(segment) as pool:
         assert pool.recovered and pool.pages.memory.all() and pool.states.memory.all()
 
@@ -80,7 +80,7 @@ def test_headers_and_rows_outlive_the_mapping(segment):
         publish_one(pool, 2, b"b" * 16, parent=b"a" * 16, depth=1)
     with attached(segment) as pool:
         assert pool.recovered
-        first, second = pool.page_headers.valid_slots()
+        first, second = pool.page_headers.valid_headers()
         assert first == (4, b"a" * 16, bytes(16), 0, 77)
         assert second == (2, b"b" * 16, b"a" * 16, 1, 77)
         assert (pool.pages.memory[4] == ord("a")).all()
@@ -91,7 +91,7 @@ def test_a_slot_is_invalid_from_the_moment_its_row_may_change(segment):
         publish_one(pool, 1, b"a" * 16)
         pool.page_headers.begin_write(slots(1))
     with attached(segment) as pool:
-        assert pool.page_headers.valid_slots() == []
+        assert pool.page_headers.valid_headers() == []
 
 
 @pytest.mark.parametrize(
@@ -111,10 +111,10 @@ def test_a_pool_made_for_anything_else_is_wiped(segment, other):
         pool.states.memory[:] = 3
     with attached(segment, other) as pool:
         assert not pool.recovered
-        assert not pool.page_headers.valid_slots() and not pool.state_headers.valid_slots()
+        assert not pool.page_headers.valid_headers() and not pool.state_headers.valid_headers()
     with attached(segment) as pool:
         assert not pool.recovered, "nor is it served when the first model comes back"
-        assert not pool.page_headers.valid_slots()
+        assert not pool.page_headers.valid_headers()
 
 
 @pytest.mark.parametrize("byte", range(64))
@@ -124,7 +124,7 @@ def test_a_changed_header_is_not_believed(segment, byte):
         publish_one(pool, 1, b"a" * 16)
         pool.memory[4096 + 64 + byte] ^= 1
         damaged = pool.page_headers.damaged().tolist()
-        valid = [found.slot for found in pool.page_headers.valid_slots()]
+        valid = [found.row for found in pool.page_headers.valid_headers()]
     last_use = range(48, 56)
     status = range(32, 36)
     if byte in status:

@@ -57,10 +57,10 @@ def check_rows(pool) -> int:
         (pool.page_headers, pool.pages.memory),
         (pool.state_headers, pool.states.memory),
     ):
-        for found in table.valid_slots():
+        for found in table.valid_headers():
             key = np.frombuffer(found.key, np.uint8)
-            assert (rows[found.slot].reshape(-1, len(key)) == key).all(), "half a row is served"
-    return len(pool.page_headers.valid_slots())
+            assert (rows[found.row].reshape(-1, len(key)) == key).all(), "half a row is served"
+    return len(pool.page_headers.valid_headers())
 
 
 def test_what_was_stored_is_served_and_what_was_half_stored_is_not(segment):

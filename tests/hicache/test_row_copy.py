@@ -45,7 +45,7 @@ def test_a_handoff_copies_between_two_plain_arenas():
     rng = np.random.default_rng(1)
     sender, receiver = (HostRows.of(rng.integers(0, 256, (9, 24), np.uint8)) for _ in range(2))
     sent, arena = sender.memory.copy(), np.zeros(5 * 24 + 7, np.uint8)
-    places = HostRows.packed(arena, 24)
+    places = HostRows.packed(arena, 24, 5)
     assert (places.count, places.row_bytes, places.pitch) == (5, 24, 24)
     rows, sources, targets = (np.array(n, np.int32) for n in ([0, 1, 4], [7, 2, 3], [0, 8, 5]))
     assert HostRowCopier(sender, places).store(sources, rows).done()

@@ -27,10 +27,10 @@ def test_a_conversation_comes_back_from_the_pool_as_it_was_computed(make_cache):
         table = rng.permutation(40)[: len(prompt.keys)].astype(np.int32)
         found = small.cache.lookup(prompt)
         if isinstance(found, Hit):
-            count = len(found.page_slots)
+            count = len(found.host_pages)
             device[table[:count]] = 0
-            page_copier.load(table[:count], found.page_slots)
-            state_copier.load(np.array([2], np.int32), np.array([found.state_slot], np.int32))
+            page_copier.load(table[:count], found.host_pages)
+            state_copier.load(np.array([2], np.int32), np.array([found.host_state], np.int32))
             for row, key in zip(table, prompt.keys[:count], strict=False):
                 assert np.array_equal(device[row], computed[key])
             assert np.array_equal(device_states[2, :32], computed[prompt.keys[count - 1]][:32])
@@ -41,7 +41,7 @@ def test_a_conversation_comes_back_from_the_pool_as_it_was_computed(make_cache):
             device[row] = computed[key]
         plan = small.cache.begin_store(prompt)
         if plan is not None:
-            page_copier.store(table[plan.page_indexes], plan.page_slots)
+            page_copier.store(table[plan.blocks], plan.host_pages)
             for position, slot in plan.states:
                 device_states[1, :32] = computed[prompt.keys[position // 4 - 1]][:32]
                 state_copier.store(np.array([1], np.int32), np.array([slot], np.int32))

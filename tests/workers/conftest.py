@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -24,7 +23,6 @@ from hicache.pool.segment import create_segment
 from transport.ids import ProcessName, RequestId
 from transport.messages.generate import Generate, SamplingParams
 from transport.telemetry.metrics import MetricSet
-from workers.contract import LaunchedStep
 from workers.engine.fake import FakeEngine, FakeEngineSettings, fake_next_token
 from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.sequence import Sequence
@@ -61,15 +59,15 @@ class LateCopies:
         self._stores.clear()
         self._copies = None
 
-    def load_pages(self, pages, host_slots):
+    def load_pages(self, pages, host_pages):
         self._ask("load_pages")
         self.before_step(pages)
-        self._copies.load_pages(pages, host_slots)
+        self._copies.load_pages(pages, host_pages)
         return _Late(self._delay)
 
-    def store_pages(self, pages, host_slots):
+    def store_pages(self, pages, host_pages):
         self._ask("store_pages")
-        late = _Late(self._delay, lambda: self._copies.store_pages(pages, host_slots))
+        late = _Late(self._delay, lambda: self._copies.store_pages(pages, host_pages))
         self._stores.append((set(pages.tolist()), late))
         return late
 
@@ -133,7 +131,6 @@ class Rank:
         self.cache, self.transfers = manager.cache, manager.transfers
         self.prefills = manager.prefills
         self.scheduler = Scheduler(self.engine.info, budget, 2, manager.reuse)
-        self.in_flight: deque[LaunchedStep] = deque()
         self.depth = depth
         self.window = window
         self.got: dict[RequestId, list[int]] = {}
@@ -175,22 +172,22 @@ class Rank:
 
     def turn(self) -> bool:
         """As the worker's loop does it. False: there was nothing to do."""
-        plan = self.scheduler.plan()
+        step = self.scheduler.next_step()
         self.scheduler.check_integrity()
-        if plan is not None:
-            self.transfers.load(plan.loads, plan.written_pages())
-            self.in_flight.append(self.engine.launch(plan))
-            self.transfers.store(plan.stores)
-        worked = self.scheduler.num_launched > (self.depth if plan is not None else 0)
+        if step is not None:
+            self.transfers.load(step.plan.loads, step.plan.written_pages())
+            step.launched = self.engine.launch(step.plan)
+            self.transfers.store(step.plan.stores)
+        worked = self.scheduler.num_in_flight > (self.depth if step is not None else 0)
         if worked:
-            output = self.scheduler.apply(self.in_flight.popleft().collect())
-            for sequence in output.started:
+            output = self.scheduler.collect()
+            for sequence in output.step.started:
                 self.cached[sequence.key[0]] = sequence.prefix.cached_tokens
             for row in output.rows:
                 self.got.setdefault(row.sequence.key[0], []).append(row.token)
         has_arrived = self.transfers.poll()
         self.cache.check_integrity()
-        return worked or has_arrived or plan is not None or self.transfers.num_open > 0
+        return worked or has_arrived or step is not None or self.transfers.num_open > 0
 
     def run(self) -> None:
         for _ in range(5000):
@@ -203,7 +200,7 @@ class Rank:
         self.pool.close()
 
     def check_rest(self) -> None:
-        assert self.scheduler.pages_used == self.scheduler.slots_used == 0
+        assert self.scheduler.blocks.pages_used == self.scheduler.blocks.slots_used == 0
         assert self.cache.stats().pages_pinned == 0
         assert self.cache.stats().pending_bytes == 0
 

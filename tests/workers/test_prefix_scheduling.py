@@ -213,17 +213,18 @@ def test_a_hit_that_was_not_loaded_yet_goes_with_its_sequence(make_rank):
     rank.add(0, prompt, 1)
     rank.run()
     scheduler = rank.scheduler
-    cover = scheduler._cover
+    blocks = scheduler.blocks
+    cover = blocks.cover
     # There are pages for what is loaded and none for the first chunk.
-    scheduler._cover = lambda sequence, start, stop: start if start else cover(sequence, 0, stop)
+    blocks.cover = lambda sequence, stop: min(cover(sequence, stop), 32)
     sequence = rank.add(1, prompt, 1)
-    assert scheduler.plan() is None
+    assert scheduler.next_step() is None
     assert sequence.prefix.cached_tokens > 0 and rank.cache.stats().pages_pinned > 0
     rank.cancel(1)
     assert rank.cache.stats().pages_pinned == 0
-    scheduler._cover = cover
+    blocks.cover = cover
     rank.add(2, [5] * 50, 1)
-    assert scheduler.plan().loads == ()
+    assert scheduler.next_step().plan.loads == ()
 
 
 def test_a_hit_is_loaded_with_the_first_chunk(make_rank):
@@ -232,6 +233,6 @@ def test_a_hit_is_loaded_with_the_first_chunk(make_rank):
     rank.add(0, prompt, 1)
     rank.run()
     sequence = rank.add(1, prompt, 1)
-    (load,) = rank.scheduler.plan().loads
+    (load,) = rank.scheduler.next_step().plan.loads
     assert (load.slot, load.hit.num_tokens) == (sequence.slot, sequence.prefix.cached_tokens)
     assert list(load.pages) == sequence.pages[: load.hit.num_tokens // PAGE]

@@ -136,15 +136,15 @@ def test_many_that_wait_are_not_looked_up_at_every_step(make_rank, monkeypatch, 
     count_calls(rank.cache, "keys")
     count_calls(rank.cache, "findable_tokens")
     count_calls(rank.prefills, "announced")
-    add_chunk = rank.scheduler._add_chunk
+    prefill = rank.scheduler._prefill
+    next_chunk = prefill._next_chunk
 
-    def add_and_leave_room(batch, sequence) -> bool:
+    def add_and_leave_room(sequence, budget):
         """All that wait are looked at in every step."""
-        added = add_chunk(batch, sequence)
-        batch.budget = PAGE
-        return added
+        return next_chunk(sequence, PAGE)
 
-    monkeypatch.setattr(rank.scheduler, "_add_chunk", add_and_leave_room)
+    monkeypatch.setattr(prefill, "_next_chunk", add_and_leave_room)
+    prefill._max_batched_tokens = 10 * PAGE
     for number in range(count):
         rank.add(number, SYSTEM + question(number, tail), 1)
     for _ in range(steps - 1):

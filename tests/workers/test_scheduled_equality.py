@@ -74,15 +74,16 @@ def run_scheduled(
                 for sequence in waiting if not stagger else waiting[:1]:
                     scheduler.add(sequence)
                 waiting = [] if not stagger else waiting[1:]
-            plan = scheduler.plan()
-            if plan is None:
+            step = scheduler.next_step()
+            if step is None:
                 continue
-            for row in scheduler.apply(engine.launch(plan).collect()).rows:
+            step.launched = engine.launch(step.plan)
+            for row in scheduler.collect().rows:
                 unfinished -= row.finish != RUNNING
             scheduler.check_integrity()
             if not unfinished:
                 break
-        assert scheduler.pages_used == scheduler.slots_used == 0
+        assert scheduler.blocks.pages_used == scheduler.blocks.slots_used == 0
         return [sequence.generated for sequence in sequences], scheduler.counts.preemptions
     finally:
         engine.close()

@@ -7,7 +7,6 @@ chunked, paused or cancelled meanwhile.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +21,6 @@ from transport.messages.generate import (
     Generate,
     SamplingParams,
 )
-from workers.contract import LaunchedStep
 from workers.engine.fake import FakeEngine, FakeEngineSettings, fake_next_token
 from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.sequence import Sequence
@@ -114,7 +112,6 @@ def test_every_sequence_gets_exactly_its_tokens(
     finish: dict[RequestId, int] = {}
     started: list[RequestId] = []
     cancelled: set[RequestId] = set()
-    in_flight: deque[LaunchedStep] = deque()
     for turn in range(5000):
         for number, wanted in enumerate(traffic):
             key = RequestId(f"r{number}")
@@ -127,16 +124,17 @@ def test_every_sequence_gets_exactly_its_tokens(
             if wanted.pause_at is not None and turn == wanted.pause_at + 10:
                 scheduler.throttle(key, 0, paused=False)
             scheduler.check_integrity()
-        plan = scheduler.plan()
+        step = scheduler.next_step()
         scheduler.check_integrity()
-        if plan is not None:
+        if step is not None:
+            plan = step.plan
             assert bool(plan.prompts) != bool(plan.decodes)
             assert sum(len(chunk.tokens) for chunk in plan.prompts) <= budget
-            in_flight.append(engine.launch(plan))
-        if scheduler.num_launched > (depth if plan is not None else 0):
-            output = scheduler.apply(in_flight.popleft().collect())
+            step.launched = engine.launch(plan)
+        if scheduler.num_in_flight > (depth if step is not None else 0):
+            output = scheduler.collect()
             scheduler.check_integrity()
-            started += [sequence.key[0] for sequence in output.started]
+            started += [sequence.key[0] for sequence in output.step.started]
             for row in output.rows:
                 key = row.sequence.key[0]
                 assert key not in finish, "a token after the end"
@@ -147,8 +145,8 @@ def test_every_sequence_gets_exactly_its_tokens(
             break
     else:
         raise AssertionError("the scheduler never came to rest")
-    assert scheduler.pages_used == 0
-    assert scheduler.slots_used == 0
+    assert scheduler.blocks.pages_used == 0
+    assert scheduler.blocks.slots_used == 0
     assert len(started) == len(set(started))
     for number, wanted in enumerate(traffic):
         key = RequestId(f"r{number}")
@@ -189,10 +187,11 @@ def test_prompts_wait_for_the_interval_only_while_something_decodes():
         if turn in (0, 1, 2):
             wanted = Wanted([turn + 1], 30, 0, True, 0, 0, None, None)
             scheduler.add(make_sequence(turn, wanted))
-        plan = scheduler.plan()
-        assert plan is not None
-        kinds += "P" if plan.prompts else "d"
-        scheduler.apply(engine.launch(plan).collect())
+        step = scheduler.next_step()
+        assert step is not None
+        kinds += "P" if step.plan.prompts else "d"
+        step.launched = engine.launch(step.plan)
+        scheduler.collect()
     assert kinds == "PdddddPddddddd"
 
 
@@ -204,10 +203,11 @@ def test_better_priority_displaces_the_last_in_rank_when_slots_run_out():
     for turn in range(200):
         if turn == 3:
             scheduler.add(make_sequence(1, Wanted([3], 2, 0, True, 0, 0, None, None)))
-        plan = scheduler.plan()
-        if plan is None:
+        step = scheduler.next_step()
+        if step is None:
             break
-        for row in scheduler.apply(engine.launch(plan).collect()).rows:
+        step.launched = engine.launch(step.plan)
+        for row in scheduler.collect().rows:
             if row.finish != RUNNING:
                 order.append(row.sequence.key[0])
     assert order == ["r1", "r0"]
@@ -223,9 +223,10 @@ def test_nobody_is_displaced_for_a_prompt_that_does_not_fit():
     for turn in range(200):
         if turn == 3:  # it ranks before the second, and the first one's pages are not to be had
             scheduler.add(make_sequence(2, Wanted([3] * 40, 2, 0, True, 3, 0, None, None)))
-        plan = scheduler.plan()
+        step = scheduler.next_step()
         scheduler.check_integrity()
-        if plan is None:
+        if step is None:
             break
-        scheduler.apply(engine.launch(plan).collect())
+        step.launched = engine.launch(step.plan)
+        scheduler.collect()
     assert scheduler.counts.preemptions == 0

@@ -26,11 +26,7 @@ RUNNING: Final = 0
 FINISH_STOP: Final = 1
 """The last token of the row is the end-of-sequence or a stop token; it is not part of the text."""
 
-
 FINISH_LENGTH: Final = 2
-
-
-FINISH_ABORT: Final = 3
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False, omit_defaults=True):

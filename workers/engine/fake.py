@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,6 +105,9 @@ class FakeEngine:
             if len(self._tables[slot]) != block:
                 raise ValueError(f"slot {slot} grows at block {block}, has {self._tables[slot]}")
             self._tables[slot].append(page)
+        for chunk in plan.arrivals:
+            self._set_up(chunk)
+            self._last[chunk.slot] = chunk.tokens[0]
         sampled = [self._run_chunk(chunk) for chunk in plan.prompts]
         tokens = [token for token in sampled if token is not None]
         slots = [chunk.slot for chunk in plan.prompts if chunk.sample]
@@ -128,10 +132,19 @@ class FakeEngine:
         """Steps under way are done at once. Idempotent."""
         self._closed.set()
 
-    def _run_chunk(self, chunk: PromptChunk) -> int | None:
+    def receive(self, slot: int, pages: Sequence[int], tokens: TokenArray) -> None:
+        """Write the KV of these tokens and the state after them, as they arrive from another engine."""
+        self._tables[slot] = list(pages)
+        for position, token in enumerate(tokens.tolist()):
+            self._write(slot, position, token)
+
+    def _set_up(self, chunk: PromptChunk) -> None:
         self._tables[chunk.slot] = list(chunk.pages)
         if chunk.begin:
             self._wanted_logprobs[chunk.slot] = chunk.sampling.logprobs
+
+    def _run_chunk(self, chunk: PromptChunk) -> int | None:
+        self._set_up(chunk)
         for offset, token in enumerate(chunk.tokens if self._settings.checking else ()):
             self._write(chunk.slot, chunk.start + offset, int(token))
         if not chunk.sample:

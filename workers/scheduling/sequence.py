@@ -21,6 +21,8 @@ class Status(enum.Enum):
 
     WAITING = "waiting"
     """Prompt (or what has to be recomputed) not yet wholly computed."""
+    RESERVED = "reserved"
+    """Its prompt is being computed elsewhere; slot and pages are there for what will arrive."""
     RUNNING = "running"
     """Decoding."""
     FINISHED = "finished"
@@ -57,10 +59,11 @@ class Sequence:
     """Sampled by launched steps, not yet collected."""
     epoch: int = 0
     """Grows when launched work of this sequence becomes void: preemption, finish."""
-    begun: bool = False
-    """Whether a chunk was planned since it got its slot."""
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
+    """Its block table."""
+    engine_pages: int = 0
+    """So many of them were told to the engine; 0: it does not know of the sequence."""
     stop_tokens: frozenset[int] = frozenset()
     """Tokens that end it once `min_tokens` are there; set by the scheduler."""
     num_tokens: int = field(init=False)

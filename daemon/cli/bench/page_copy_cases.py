@@ -44,24 +44,21 @@ class CopyCase:
     store: RowPairs
 
     def mean_run_bytes(self) -> float:
-        """Of loads and stores together."""
         runs = sum(len(merge_runs(*pairs).length) for pairs in (self.load, self.store))
         return (len(self.load.here) + len(self.store.here)) * self.row_bytes / runs
 
 
 def all_cases(seed: int = 0) -> list[CopyCase]:
-    """What the benchmark measures, the same every time."""
     draw = Random(seed)
     return [scattered_rows(size, draw) for size in ROW_SIZES] + prompts(seed)
 
 
 def prompts(seed: int = 0) -> list[CopyCase]:
-    """Whole DeepSeek-V4.1 prompts of 32K tokens."""
     return [fresh_prompts(), churned_prompts(Random(seed))]
 
 
 def scattered_rows(row_bytes: int, draw: Random) -> CopyCase:
-    """Single rows all over both pools: nothing merges but by chance."""
+    """Single rows all over both pools; they merge only by chance."""
     count = min(MAX_ROWS, MAX_BYTES // row_bytes)
     device, host = (draw.sample(range(2 * count), 2 * count) for _ in range(2))
     pairs = RowPairs(np.array(device, np.int32), np.array(host, np.int32))
@@ -76,7 +73,6 @@ def scattered_rows(row_bytes: int, draw: Random) -> CopyCase:
 
 
 def fresh_prompts(pages: int = PROMPT_PAGES) -> CopyCase:
-    """In pools that nobody used before: one run."""
     device, host = IndexPool(2 * pages), RunAllocator(2 * pages)
     load, store = (RowPairs(_take_pages(device, pages), host.take(pages)) for _ in range(2))
     return CopyCase("32K prompt, fresh", V41_PAGE_BYTES, 2 * pages, 2 * pages, load, store)
@@ -114,7 +110,6 @@ def churned_prompts(
 
 
 def _take_pages(pool: IndexPool, count: int) -> IndexArray:
-    """As a scheduler does: chunk by chunk."""
     taken: list[int] = []
     while len(taken) < count:
         taken += pool.take(min(CHUNK_PAGES, count - len(taken)))

@@ -166,7 +166,7 @@ def _measure_copies(case: CopyCase, choice: CopyChoice, copier: GpuRowCopier) ->
 
 
 def _measure_link(device: torch.device) -> Rates:
-    """One copy of page-locked memory, the plainest there is."""
+    """The plainest copy there is: one piece of page-locked memory."""
     host = [torch.zeros(LARGE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     rows = [torch.zeros(LARGE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -220,7 +220,7 @@ def _time(start: Callable[[], None]) -> Timing:
 
 
 def _time_alone(start: Callable[[], None]) -> float:
-    """Median of the host's seconds from the call until all is done, on an idle device."""
+    """Median of the seconds on the host from the call until all is done, on an idle device."""
     seconds: list[float] = []
     for _ in range(REPEATS):
         torch.cuda.synchronize()

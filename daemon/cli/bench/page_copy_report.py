@@ -77,7 +77,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def judge(copies: list[CopyFigures], slowdowns: list[SlowdownFigures]) -> list[Goal]:
-    """The goals beside what was measured; without figures there is no goal to show."""
+    """Set the goals beside what was measured; a goal without figures is left out."""
     goals: list[Goal] = []
     for figures in copies:
         if (figures.case, figures.method) != (GOAL_CASE, GOAL_METHOD):
@@ -115,7 +115,6 @@ def judge(copies: list[CopyFigures], slowdowns: list[SlowdownFigures]) -> list[G
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the tables."""
     link = report.link_gb_per_second
     console.print(f"{report.device}, torch {report.torch}; GB/s = 10^9 bytes a second")
     console.print(

@@ -104,11 +104,10 @@ class Conversation:
 
     @property
     def path(self) -> str:
-        """Where it is sent to."""
         return CHAT if self.chat else COMPLETIONS
 
     def prompt(self) -> JsonBody:
-        """The field that holds what has been said so far."""
+        """The field of the body that holds what has been said so far."""
         if self.chat:
             return {"messages": self.messages}
         return {"prompt": "\n".join(message["content"] for message in self.messages)}
@@ -117,7 +116,6 @@ class Conversation:
 def ask(
     client: ApiClient, model: str, conversation: Conversation, **fields: object
 ) -> StreamedAnswer:
-    """The next answer, greedy."""
     body = {
         "model": model,
         **conversation.prompt(),
@@ -229,7 +227,7 @@ def _compare(conversation: int, turn: int, off: StreamedAnswer, on: StreamedAnsw
 
 
 def difference(off: StreamedAnswer, on: StreamedAnswer) -> str:
-    """Where two answers part, in words; empty: nowhere."""
+    """Say in words where two answers part; empty if they do not."""
     if off.text == on.text:
         if off.result() == on.result():
             return ""
@@ -247,7 +245,6 @@ def difference(off: StreamedAnswer, on: StreamedAnswer) -> str:
 
 
 def _show_turns(turns: Iterator[Turn], console: Console) -> list[Turn]:
-    """Show them as they come on a terminal, else at the end."""
     table = plain_table()
     for header in (
         "conversation", "turn", "prompt tokens", "cached", "TTFT off", "TTFT on", "off / on"

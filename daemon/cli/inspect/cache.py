@@ -23,14 +23,12 @@ REPORT_SECONDS: Final = 8.0
 
 
 def cache_view(rows: list[CacheRow]) -> RenderableType:
-    """The page pools, then the prefix caches."""
     if not rows:
         return Text("This instance has no workers.", "dim")
     return Group(_page_pools(rows), *prefix_tables(rows))
 
 
 def _page_pools(rows: list[CacheRow]) -> RenderableType:
-    """One line per rank."""
     table = plain_table()
     table.add_column("rank", justify="right")
     table.add_column("pages in use", no_wrap=True)
@@ -50,7 +48,7 @@ def _page_pools(rows: list[CacheRow]) -> RenderableType:
 
 
 def ask(client: InspectionClient, question: str) -> bytes:
-    """What the daemon knows of each rank, with what each worker says itself."""
+    """What the daemon knows of each rank, joined with what each worker says of itself."""
     rows = msgspec.json.decode(client.ask(question, ASK_SECONDS), type=list[CacheRow])
     if not rows:
         return b"[]"

@@ -16,7 +16,6 @@ SHOWN = 10
 
 
 def prefix_tables(rows: list[CacheRow]) -> Iterator[RenderableType]:
-    """Occupancy by rank, the prefixes that save most, why the last prompts missed."""
     cached = [row for row in rows if row.host_pages_total]
     if cached:
         yield Text("\nprefix cache", "bold")

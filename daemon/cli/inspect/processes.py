@@ -54,7 +54,6 @@ def processes_table(rows: list[ProcessRow], one_line: bool = False) -> Renderabl
 
 
 def hangs(row: ProcessRow) -> bool:
-    """Whether it should be turning its loop, but does not."""
     age = row.progress_age_seconds
     return row.state in ("ready", "draining") and age is not None and age > HANGS_SECONDS
 

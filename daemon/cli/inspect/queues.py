@@ -12,7 +12,6 @@ from daemon.inspection.report_types import QueueRow
 
 
 def queues_table(rows: list[QueueRow]) -> RenderableType:
-    """One line per queue."""
     if not rows:
         return Text("No process has reported a queue yet.", "dim")
     table = plain_table()

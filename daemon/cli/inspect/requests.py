@@ -19,7 +19,6 @@ STAGE_STYLES = {
 
 
 def requests_table(rows: list[RequestReport], most: int | None = None) -> RenderableType:
-    """One line per request, the first `most` of them."""
     if not rows:
         return Text("No live requests.", "dim")
     table = plain_table()

@@ -122,7 +122,7 @@ class Inspection(Generic[ReportT]):
 
 
 def make_console() -> Console:
-    """The terminal; a file or a pipe is as wide as the tables need."""
+    """A console on the terminal; into a file or a pipe it is as wide as the tables need."""
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = FILE_COLUMNS
@@ -130,11 +130,9 @@ def make_console() -> Console:
 
 
 def print_json(console: Console, answer: bytes) -> None:
-    """An answer of the daemon, indented; never folded to the terminal's width."""
     console.file.write(msgspec.json.format(answer.decode(), indent=2) + "\n")
     console.file.flush()
 
 
 def plain_table() -> Table:
-    """A table as all commands draw it: no lines, headers that step back."""
     return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")

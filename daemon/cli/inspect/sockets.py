@@ -12,7 +12,6 @@ from daemon.inspection.report_types import SocketRow
 
 
 def sockets_table(rows: list[SocketRow]) -> RenderableType:
-    """One line per socket."""
     if not rows:
         return Text("No process has reported a socket yet.", "dim")
     table = plain_table()

@@ -15,7 +15,6 @@ from transport.stacks import StackFrame, ThreadStack
 
 
 def stacks_text(reports: list[CommandReport]) -> RenderableType:
-    """Process by process, thread by thread, the innermost call last."""
     return Group(*(part for report in reports for part in _process(report)))
 
 

@@ -88,7 +88,6 @@ def _show(
 
 
 def tap_text(report: TapReport) -> Text:
-    """One line, with --bodies followed by the fields and a line per payload frame."""
     clock = datetime.datetime.fromtimestamp(report.at).strftime("%H:%M:%S.%f")[:-3]
     ids = " ".join(report.request_ids[:MOST_IDS])
     more = len(report.request_ids) - MOST_IDS

@@ -24,11 +24,6 @@ for none."""
 
 
 def find_batch_call() -> BatchCall:
-    """The driver call, through cuda-bindings.
-
-    Raises:
-        CopyMethodMissing: the package is missing or too old.
-    """
     return bind_batch_call(import_package("cuda.bindings.runtime", "cuda-bindings"))
 
 
@@ -87,11 +82,6 @@ class BatchCopy:
         self._call = call
 
     def start(self, direction: Direction, runs: RowRuns, stream: CudaStream) -> None:
-        """`stream` is not the legacy default stream.
-
-        Raises:
-            HostPoolError: the driver refuses.
-        """
         target, source, num_bytes = address_runs(self._rows, direction, runs)
         refusal = self._call(
             target.tolist(), source.tolist(), num_bytes.tolist(), stream.cuda_stream

@@ -116,7 +116,6 @@ class KernelCopy:
 
 
 def cut_row(row_bytes: int) -> tuple[int, int]:
-    """Bytes and number of the pieces of a row: as few as allowed, as equal as vectors allow."""
     pieces = -(-row_bytes // MAX_PIECE_BYTES)
     vectors = -(-row_bytes // (pieces * VECTOR_BYTES))
     return vectors * VECTOR_BYTES, pieces

@@ -23,7 +23,6 @@ _log = logging.getLogger(__name__)
 
 
 def kernel_folder() -> Path | None:
-    """`kernels` in the cache directory; None: there is none."""
     try:
         return cache_directory() / "kernels"
     except RuntimeError:  # a user without a home

@@ -29,11 +29,6 @@ class CopyMethodMissing(HostPoolError):
 
 
 def import_package(module: str, package: str) -> ModuleType:
-    """A module of an optional package.
-
-    Raises:
-        CopyMethodMissing: the package is not installed, or does not fit this machine.
-    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -124,7 +119,6 @@ def address_runs(rows: RowPair, direction: Direction, runs: RowRuns) -> AddressR
 
 
 def single_rows(runs: RowRuns) -> RowRuns:
-    """The same rows in the same order, each a run of its own."""
     starts = np.cumsum(runs.length) - runs.length
     within = np.arange(int(runs.length.sum())) - np.repeat(starts, runs.length)
     return RowRuns(

@@ -34,7 +34,6 @@ _log = logging.getLogger(__name__)
 def open_gpu_cache_copies(
     device: DeviceCache, memory: RowArray, pages: HostRows, states: HostRows, choice: CopyChoice
 ) -> CacheCopies:
-    """See `hicache.copies.open.open_cache_copies`."""
     here = device.pages
     assert isinstance(here, GpuRows)
     lock = PageLock(memory)
@@ -52,7 +51,6 @@ def open_gpu_cache_copies(
 
 
 def copy_on_stream(copy: Callable[[], None]) -> TimedCopy:
-    """A copy that `copy` puts into the current stream."""
     begun = record_time()
     copy()
     return TimedCopy(begun, record_time())
@@ -168,7 +166,6 @@ def check_copy(device: torch.device, attempt: Callable[[int], None]) -> None:
 
 
 def record_time(stream: CudaStream | None = None) -> CudaEvent:
-    """Record an event that tells when it was passed; None: in the current stream."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(cast("torch.cuda.Stream | None", stream))
     return cast("CudaEvent", event)

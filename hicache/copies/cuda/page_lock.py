@@ -17,10 +17,6 @@ class PageLock:
     """Memory that stays page-locked for as long as this object is open."""
 
     def __init__(self, memory: RowArray) -> None:
-        """
-        Raises:
-            HostPoolError: the driver refuses, for example for want of lockable memory.
-        """
         self._address = int(memory.ctypes.data)
         self._driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         status = self._driver.cudaHostRegister(self._address, memory.nbytes, _REGISTER_FLAGS)
@@ -31,5 +27,4 @@ class PageLock:
             )
 
     def close(self) -> None:
-        """Nothing is under way to or from the memory any more."""
         self._driver.cudaHostUnregister(self._address)

@@ -36,9 +36,10 @@ def run(engine, prompts, *, chunk, sampling=GREEDY, seeds=None):
     logprobs = {sequence.key: [] for sequence in sequences}
     unfinished = len(sequences)
     while unfinished:
-        plan = scheduler.plan()
-        assert plan is not None
-        for row in scheduler.apply(engine.launch(plan).collect()).rows:
+        step = scheduler.next_step()
+        assert step is not None
+        step.launched = engine.launch(step.plan)
+        for row in scheduler.collect().rows:
             unfinished -= row.finish != RUNNING
             if row.logprobs is not None:
                 logprobs[row.sequence.key].append(row.logprobs.chosen)

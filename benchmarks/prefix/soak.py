@@ -1,4 +1,4 @@
-"""Random turns without end, while workers are killed: `python -m benchmarks.prefix_soak`.
+"""Random turns without end, while workers are killed: `python -m benchmarks.prefix.soak`.
 
 Conversations that share beginnings are made up and answered once with `"prefix_cache": false`. Then
 clients ask their turns in random order through a pool that holds part of them, and every answer is
@@ -24,20 +24,19 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.chaos import end_daemon
-from benchmarks.chaos_leaks import SHARED_MEMORY, held_when_idle, left_after_end
-from benchmarks.prefix_soak_run import (
+from benchmarks.leaks import SHARED_MEMORY, held_when_idle, left_after_end
+from benchmarks.prefix.soak_run import (
     PROGRESS_SECONDS,
     Clients,
     Instance,
     Killer,
     MemoryWatch,
 )
-from benchmarks.prefix_turns import KnownTurns, TurnMaker, model_length
-from benchmarks.servers import free_port, started
+from benchmarks.prefix.turns import KnownTurns, TurnMaker, model_length
+from benchmarks.servers import end_daemon, free_port, started
 from daemon.cli.check.api_client import ApiClient
 
-TINY: Final = Path(__file__).parents[1] / "tests/data/v41_tiny"
+TINY: Final = Path(__file__).parents[2] / "tests/data/v41_tiny"
 OPTIONS: Final[dict[str, object]] = {
     "accelerator": "cpu", "dtype": "float32", "max_migrations": 100, "log_level": "warning",
 }  # fmt: skip
@@ -78,12 +77,10 @@ class SoakFigures(msgspec.Struct, frozen=True):
 
     @property
     def passed(self) -> bool:
-        """Whether all is as promised."""
         return not (self.wrong_texts or self.errors or self.leaks)
 
 
 def know_turns(port: int, conversations: int, seed: int, console: Console) -> KnownTurns:
-    """Make conversations up and have them answered without the cache."""
     with (
         ApiClient(f"http://127.0.0.1:{port}") as client,
         Progress(console=console, transient=True) as progress,
@@ -97,7 +94,6 @@ def know_turns(port: int, conversations: int, seed: int, console: Console) -> Kn
 async def soak(
     clients: Clients, count: int, killer: Killer, memory: MemoryWatch, console: Console
 ) -> None:
-    """All at once, until the clients have had enough."""
     others = [asyncio.create_task(work.run()) for work in (killer, memory)]
     shown = asyncio.create_task(show_progress(clients, killer, console))
     try:
@@ -129,7 +125,6 @@ async def show_progress(clients: Clients, killer: Killer, console: Console) -> N
 
 
 def calm_metrics(instance: Instance, ranks: int) -> dict[tuple[str, str], float]:
-    """Metrics once all workers are there and have told."""
     deadline = time.monotonic() + READY_SECONDS
     while True:
         metrics = instance.metrics()
@@ -144,7 +139,6 @@ def calm_metrics(instance: Instance, ranks: int) -> dict[tuple[str, str], float]
 
 
 def growing(memory: MemoryWatch) -> dict[str, int]:
-    """Roles whose memory grew, in MiB."""
     first, second = memory.peaks
     return {
         f"memory of {role}, MiB": (second[role] - first[role]) >> 20
@@ -157,7 +151,6 @@ def run(
     folder: Path, options: dict[str, object], clients_at_once: int, conversations: int,
     turns: int | None, minutes: float | None, every: float, seed: int, console: Console,
 ) -> SoakFigures:  # fmt: skip
-    """One soak, from the start of the instance to its end."""
     shared_before = set(SHARED_MEMORY.iterdir())
     port = free_port()
     began = time.monotonic()
@@ -197,7 +190,6 @@ def run(
 
 
 def show(figures: SoakFigures, console: Console) -> None:
-    """Print the tables."""
     title = f"{figures.model}, {figures.minutes:.1f} minutes, seed {figures.seed}"
     table = Table("", "", title=title)
     for label, value in (

@@ -9,8 +9,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.chaos_causes import Failure, Loss
-from benchmarks.chaos_clients import Tally
+from benchmarks.chaos.causes import Loss
+from benchmarks.chaos.clients import Tally
+from benchmarks.clients.requests import Failure
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -62,13 +63,11 @@ class Figures(msgspec.Struct, frozen=True):
 
     @property
     def passed(self) -> bool:
-        """Whether all is as promised."""
         wrong = self.wrong_texts + self.tokens_counted_twice + self.not_recovered
         return not (wrong or self.unexplained_errors or self.leaks)
 
 
 def spread(values: list[float]) -> Spread | None:
-    """None for no values."""
     if not values:
         return None
     cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else values
@@ -77,7 +76,6 @@ def spread(values: list[float]) -> Spread | None:
 
 
 def loss_figures(losses: list[Loss]) -> list[LossFigures]:
-    """By role and means."""
     groups: dict[tuple[str, str], list[Loss]] = {}
     for loss in losses:
         groups.setdefault((loss.role, "frozen" if loss.frozen else "killed"), []).append(loss)
@@ -97,7 +95,6 @@ def make_figures(
     *, seed: int, minutes: float, model: str, kinds: int, unsteady: int, tally: Tally,
     losses: list[Loss], unexplained: list[Failure], leaks: dict[str, int],
 ) -> Figures:  # fmt: skip
-    """Put all together."""
     times = [loss.recovered_after for loss in losses if loss.recovered_after is not None]
     return Figures(
         seed=seed, minutes=minutes, model=model, kinds_of_requests=kinds, unsteady=unsteady,
@@ -111,7 +108,6 @@ def make_figures(
 
 
 def show(figures: Figures, console: Console) -> None:
-    """Print the tables."""
     table = Table("", "", title=f"{figures.minutes:g} minutes of chaos, seed {figures.seed}")
     for label, value in (
         ("requests", figures.requests),

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from benchmarks.chaos_requests import Answer, Asked
+from benchmarks.clients.requests import Failure
 
 NOTICE_SECONDS: Final = 2.0
 """What an effect may come late: processes and this one share busy cores."""
@@ -47,11 +47,9 @@ class Loss:
 
     @property
     def role(self) -> str:
-        """Role of the process."""
         return self.name.partition("/")[0]
 
     def broke(self, ended: float) -> bool:
-        """Whether a request that ended then can have been ended by the end of the process."""
         at = self.ended_at
         return at is not None and at - EARLY_SECONDS <= ended <= at + NOTICE_SECONDS
 
@@ -59,26 +57,6 @@ class Loss:
         """Whether there was no service at this time for want of this process."""
         back = None if self.served_after is None else self.at + self.served_after
         return self.at <= at and (back is None or at <= back + NOTICE_SECONDS)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A request that was not answered as asked."""
-
-    asked: Asked
-    answer: Answer
-    began: float
-    ended: float
-
-    @property
-    def kind(self) -> str:
-        """A word for it."""
-        answer = self.answer
-        if answer.timed_out:
-            return "no answer in time"
-        if answer.error is None:
-            return "connection lost" if answer.status else "connection lost before the head"
-        return f"{'event' if answer.status == 200 else answer.status} {answer.error}"
 
 
 def find_cause(failure: Failure, losses: Iterable[Loss]) -> Loss | None:

@@ -2,7 +2,7 @@
 
 Ready-made bytes of the same length as our events go round all open connections, one system call
 each, at a pace that the client keeps up with. No HTTP but what the client needs to begin.
-`python -m benchmarks.raw_stream PORT`.
+`python -m benchmarks.pipeline.raw_stream PORT`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ REFUSAL = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\nconnection: close\r\n
 
 
 def serve(port: int) -> None:
-    """Stream to every connection that has sent a POST, for as long as it stays."""
     listener = socket.create_server(("127.0.0.1", port), backlog=1024)
     listener.setblocking(False)
     selector = selectors.EpollSelector()

@@ -9,9 +9,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Final
 
-from benchmarks.chaos_causes import Failure
-from benchmarks.chaos_losses import Chaos
-from benchmarks.chaos_requests import Answer, Asked, ask, with_stop
+from benchmarks.chaos.losses import Chaos
+from benchmarks.clients.requests import Answer, Asked, Failure, ask, with_stop
 
 RETRY_SECONDS: Final = 0.3
 LEAVING: Final = 0.12
@@ -64,7 +63,8 @@ async def _must(port: int, asked: Asked) -> Answer:
 
 
 async def unsteady(port: int, known: list[Known], rounds: int) -> list[Known]:
-    """Those whose answers change in company: then losses cannot be blamed for a difference."""
+    """The requests whose answers change in company: losses cannot be blamed for a difference
+    there."""
     room = asyncio.Semaphore(16)
 
     async def differs(entry: Known, stream: bool) -> bool:
@@ -80,7 +80,6 @@ async def unsteady(port: int, known: list[Known], rounds: int) -> list[Known]:
 
 
 async def client(chaos: Chaos, known: list[Known], tally: Tally, seed: int, end: float) -> None:
-    """Ask until `end`, judge, never give up."""
     draw = random.Random(seed)
     while time.monotonic() < end:
         entry = draw.choice(known)
@@ -98,7 +97,7 @@ async def client(chaos: Chaos, known: list[Known], tally: Tally, seed: int, end:
 
 
 def judge(entry: Known, answer: Answer, tally: Tally) -> bool:
-    """Count an answer; whether it was whole."""
+    """Count an answer and say whether it was whole."""
     wanted = entry.answer
     used, allowed = answer.usage, wanted.usage
     if used is not None and allowed is not None and used[1] > allowed[1]:

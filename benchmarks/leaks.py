@@ -37,8 +37,6 @@ def _held(run_dir: Path) -> dict[str, int]:
 def left_after_end(
     session: int, run_dir: Path, pids: set[int], shared_before: set[Path]
 ) -> dict[str, int]:
-    """Processes, files of the run directory and segments of shared memory that are still there."""
-
     def look() -> dict[str, int]:
         new_segments = set(SHARED_MEMORY.iterdir()) - shared_before
         ours = [s for s in new_segments if any(str(pid) in s.name for pid in pids)]

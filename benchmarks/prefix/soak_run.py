@@ -18,9 +18,8 @@ import msgspec
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.chaos_causes import Failure
-from benchmarks.chaos_requests import Answer, Asked, ask
-from benchmarks.prefix_turns import KnownTurn, KnownTurns
+from benchmarks.clients.requests import Answer, Asked, Failure, ask
+from benchmarks.prefix.turns import KnownTurn, KnownTurns
 from daemon.cli.check.api_client import ApiClient
 from daemon.inspection.inspection_client import InspectionClient
 
@@ -67,14 +66,12 @@ class Clients:
 
     @property
     def share_done(self) -> float:
-        """0 to 1."""
         done = 0.0 if self._turns is None else self.tally.asked / self._turns
         if self._seconds is not None:
             done = max(done, (time.monotonic() - self._began) / self._seconds)
         return min(done, 1.0)
 
     async def run(self, count: int) -> None:
-        """Ask with `count` clients."""
         self._began = time.monotonic()
         await asyncio.gather(*(self._ask_on(number) for number in range(count)))
 
@@ -130,7 +127,6 @@ class Instance:
         """All process ids that it ever had, as far as seen."""
 
     def processes(self) -> list[dict[str, Any]]:
-        """The daemon's view."""
         with InspectionClient(self._run_dir, "bench") as client:
             rows: list[dict[str, Any]] = msgspec.json.decode(client.ask("processes", 5.0))
         self.pids |= {row["pid"] for row in rows if row["pid"] is not None}
@@ -161,7 +157,6 @@ class Killer:
         self._successors: set[str] = set()
 
     async def run(self) -> None:
-        """Go on until cancelled."""
         while self._every:
             await asyncio.sleep(self._every * self._draw.uniform(0.5, 1.5))
             rows = await asyncio.to_thread(self._instance.processes)
@@ -175,7 +170,6 @@ class Killer:
                     self._successors.add(rank)
 
     def finish(self) -> None:
-        """Note what the last successors have recovered."""
         for rank in sorted(self._successors):
             self._note_recovered(rank)
 
@@ -211,7 +205,6 @@ class MemoryWatch:
         """Bytes, by role."""
 
     async def run(self) -> None:
-        """Go on until cancelled."""
         while True:
             await asyncio.sleep(MEMORY_SECONDS)
             share = self._share_done()

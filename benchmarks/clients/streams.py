@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from daemon.cli.check.event_stream import DATA, DONE
+
 CHAT = "/v1/chat/completions"
-EVENT = b"data: "
-DONE = b"data: [DONE]"
 CONTENT = b'"content":"'
 ROLE_ONLY = b'"role":"assistant","content":""'
 
@@ -29,21 +29,19 @@ class OpenStream:
     _tail: bytes = field(default=b"", repr=False)
 
     def feed(self, data: bytes, now: float) -> int:
-        """Take received bytes; returns how many events they held."""
         data = self._tail + data
         # An event may be cut anywhere: count up to the last line end, keep the rest.
         cut = data.rfind(b"\n") + 1
         whole, self._tail = data[:cut], data[cut:]
-        count = whole.count(EVENT)
+        count = whole.count(DATA)
         if not self.first_content_at and whole.count(CONTENT) > whole.count(ROLE_ONLY):
             self.first_content_at = now
-        self.done = self.done or DONE in whole
+        self.done = self.done or DATA + DONE in whole
         self.events += count
         return count
 
 
 def request_bytes(body: dict[str, object], request_id: str, host: str) -> bytes:
-    """A streamed chat request."""
     payload = json.dumps({**body, "stream": True}).encode()
     head = (
         f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
@@ -66,7 +64,6 @@ class StreamPool:
     def open(
         self, body: dict[str, object], request_id: str, reuse: socket.socket | None = None
     ) -> OpenStream:
-        """Send a request, on a kept connection if one is given."""
         connection = reuse
         if connection is None:
             connection = socket.create_connection(self._address, timeout=30)
@@ -93,7 +90,6 @@ class StreamPool:
                 on_done(stream)
 
     def close(self) -> None:
-        """Close all connections."""
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()

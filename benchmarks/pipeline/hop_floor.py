@@ -30,7 +30,7 @@ def round_trips(count: int) -> list[float]:
         context = zmq.Context()
         near = context.socket(zmq.DEALER)
         near.bind(endpoint)
-        echo = subprocess.Popen([sys.executable, "-m", "benchmarks.hop_floor", endpoint])
+        echo = subprocess.Popen([sys.executable, "-m", "benchmarks.pipeline.hop_floor", endpoint])
         try:
             for _ in range(20):
                 _round_trip(near)

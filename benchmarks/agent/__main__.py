@@ -1,4 +1,4 @@
-"""Agents replayed with the prefix cache and without: `python -m benchmarks.agent_replay`.
+"""Agents replayed with the prefix cache and without: `python -m benchmarks.agent`.
 
 A trace is made up from a seed: sessions that begin one after the other, each a conversation of several
 turns over one shared system prompt, with times to think (a tool that runs) between them. What the
@@ -24,9 +24,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.agent_trace import TraceSession, TraceShape, make_trace
-from benchmarks.prefix_ttft import ServeOptions, served_options
-from benchmarks.servers import instance
+from benchmarks.agent.trace import TraceSession, TraceShape, make_trace
+from benchmarks.servers import ServeOptions, instance, served_options
 from daemon.cli.check.api_client import CHAT, ApiClient, RequestFailed
 from daemon.cli.check.sample_text import SampleText
 
@@ -54,13 +53,11 @@ class RunFigures(msgspec.Struct, frozen=True):
 
     @property
     def hit_share(self) -> float:
-        """Cached over prompt tokens."""
         prompt = sum(turn.prompt_tokens for turn in self.turns)
         return sum(turn.cached_tokens for turn in self.turns) / max(prompt, 1)
 
     @property
     def tokens_per_second(self) -> float:
-        """Prompt and output tokens, by the clock."""
         total = sum(turn.prompt_tokens + turn.completion_tokens for turn in self.turns)
         return total / self.seconds
 
@@ -82,7 +79,6 @@ class ReplayFigures(msgspec.Struct, frozen=True):
 
 
 def percentile(values: list[float], percent: int) -> float:
-    """Of at least one value."""
     if len(values) < 2:
         return values[0] if values else 0.0
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
@@ -132,7 +128,6 @@ class Replay:
 def replay(
     shape: TraceShape, seed: int, options: dict[str, object], console: Console
 ) -> RunFigures:
-    """Start an instance, make the trace, play it."""
     with console.status("starting") as status, instance(**options) as server:
         url = f"http://127.0.0.1:{server.port}"
         draw = random.Random(seed)
@@ -171,7 +166,6 @@ class _State(msgspec.Struct):
 
 
 def show(figures: ReplayFigures, console: Console) -> None:
-    """Print the table."""
     off, on = figures.off, figures.on
     turns = len(off.turns)
     title = f"{figures.model}: {figures.sessions} sessions, {turns} turns, seed {figures.seed}"
@@ -212,7 +206,7 @@ def show(figures: ReplayFigures, console: Console) -> None:
 
 
 def _show_turns(figures: ReplayFigures, console: Console) -> None:
-    """TTFT as the conversations grow: a bar a turn."""
+    """TTFT as the conversations grow, one bar per turn."""
     table = Table("turn", "prompt tokens", "off, s", "on, s", "", title="TTFT p50 by turn")
     count = max((turn.turn for turn in figures.off.turns), default=-1) + 1
     medians = [

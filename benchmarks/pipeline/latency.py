@@ -15,8 +15,8 @@ import statistics
 import time
 from dataclasses import dataclass
 
+from benchmarks.clients.streams import OpenStream, StreamPool
 from benchmarks.servers import Served
-from benchmarks.sse_client import OpenStream, StreamPool
 
 STREAMS = 256
 STEP_SECONDS = 0.020
@@ -36,7 +36,6 @@ class Latency:
 
     @classmethod
     def of(cls, seconds: list[float]) -> Latency:
-        """Percentiles."""
         cuts = statistics.quantiles(seconds, n=100, method="inclusive")
         return cls(len(seconds), cuts[49] * 1e3, cuts[89] * 1e3, cuts[98] * 1e3)
 
@@ -70,7 +69,6 @@ def body(max_tokens: int) -> dict[str, object]:
 
 
 def waited(stream: OpenStream) -> float:
-    """Seconds to the first content."""
     return stream.first_content_at - stream.sent_at
 
 

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,13 +20,13 @@ import cyclopts
 import msgspec
 from rich.console import Console
 
-from benchmarks.chaos_causes import Failure, find_cause
-from benchmarks.chaos_clients import Known, Tally, client, undisturbed, unsteady
-from benchmarks.chaos_leaks import SHARED_MEMORY, held_when_idle, left_after_end
-from benchmarks.chaos_losses import Chaos
-from benchmarks.chaos_report import Figures, make_figures, show
-from benchmarks.chaos_requests import make_requests
-from benchmarks.servers import free_port, started
+from benchmarks.chaos.causes import find_cause
+from benchmarks.chaos.clients import Known, Tally, client, undisturbed, unsteady
+from benchmarks.chaos.losses import Chaos
+from benchmarks.chaos.report import Figures, make_figures, show
+from benchmarks.clients.requests import Failure, make_requests
+from benchmarks.leaks import SHARED_MEMORY, held_when_idle, left_after_end
+from benchmarks.servers import end_daemon, free_port, started
 from benchmarks.tiny_model import make_tiny_model
 
 CLIENTS: Final = 16
@@ -71,16 +70,6 @@ def blame(chaos: Chaos, tally: Tally) -> list[Failure]:
     return unexplained
 
 
-def end_daemon(daemon: subprocess.Popen[bytes]) -> dict[str, int]:
-    """Stop it as a user would; returns what is wrong with its end."""
-    daemon.terminate()
-    try:
-        code = daemon.wait(60)
-    except subprocess.TimeoutExpired:
-        return {"the daemon had not ended after 60 s": 1}
-    return {f"exit code {code} of the daemon": 1} if code else {}
-
-
 def run(
     folder: Path,
     model: Path | str,
@@ -90,7 +79,6 @@ def run(
     every: float,
     console: Console,
 ) -> Figures:
-    """One chaos run, from the start of the instance to its end."""
     shared_before = set(SHARED_MEMORY.iterdir())
     port = free_port()
     options = {**OPTIONS, "model": model}

@@ -1,8 +1,8 @@
-"""The table of slot headers inside a host pool: which slot holds what, for whoever maps it next.
+"""The headers inside a host pool: what each row holds, for whoever maps the pool next.
 
-A header says VALID only while its row is whole: it says WRITING before the first byte of a new row
+A header says VALID only while its row is whole: it says WRITING before the first byte of a new content
 is copied, and VALID is the last word stored after the copy. A process may be killed between any two
-stores; what it leaves is either a valid header of a whole row or a slot that counts as free.
+words; what it leaves is either a valid header of a whole row or a row that counts as free.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hicache.copies.runs import IndexArray
 from hicache.keys import KEY_BYTES
-
-SlotArray = npt.NDArray[np.int32]
 
 FREE: Final = 0
 WRITING: Final = 1
@@ -31,7 +30,7 @@ HEADER_DTYPE: Final = np.dtype(
         ("status", "<u4"),
         ("kind", "<u4"),
         ("depth", "<u4"),  # index of the page in its chain
-        ("generation", "<u4"),  # counts the rows that were written into the slot
+        ("generation", "<u4"),  # counts how often the row was written
         ("last_use", "<u8"),  # not covered by the checksum: it changes with every hit
         ("checksum", "<u8"),
     ]
@@ -39,10 +38,10 @@ HEADER_DTYPE: Final = np.dtype(
 _Words = npt.NDArray[np.uint64]
 
 
-class ValidSlot(NamedTuple):
+class ValidHeader(NamedTuple):
     """What one valid header says."""
 
-    slot: int
+    row: int
     key: bytes
     parent: bytes
     depth: int
@@ -50,7 +49,7 @@ class ValidSlot(NamedTuple):
 
 
 class HeaderTable:
-    """Headers of all slots of one kind. `table` is a view of the pool's memory."""
+    """Headers of all host pages, or of all host states. `table` is a view of the pool's memory."""
 
     def __init__(self, table: npt.NDArray[np.void], kind: int) -> None:
         self._table = table
@@ -60,62 +59,63 @@ class HeaderTable:
     def count(self) -> int:
         return len(self._table)
 
+    def let_go(self) -> None:
+        self._table = np.empty(0, HEADER_DTYPE)
+
     def clear(self) -> None:
         self._table.view(np.uint8)[:] = 0
 
-    def begin_write(self, slots: SlotArray) -> None:
-        self._table["status"][slots] = WRITING
-        self._table["generation"][slots] += 1
+    def begin_write(self, rows: IndexArray) -> None:
+        self._table["status"][rows] = WRITING
+        self._table["generation"][rows] += 1
 
     def publish(
         self,
-        slots: SlotArray,
+        rows: IndexArray,
         keys: Sequence[bytes],
         parents: Sequence[bytes],
         depths: npt.NDArray[np.uint32],
         stamp: int,
     ) -> None:
-        """Say that the rows are whole and what they are. Shapes: [n] each; `slots` are distinct."""
+        """Say that the rows are whole and what they are. Shapes: [n] each; `rows` are distinct."""
         table = self._table
-        table["key"][slots] = _words(keys)
-        table["parent"][slots] = _words(parents)
-        table["kind"][slots] = self._kind
-        table["depth"][slots] = depths
-        table["last_use"][slots] = stamp
-        table["checksum"][slots] = _checksums(table[slots])
-        table["status"][slots] = VALID
+        table["key"][rows] = _words(keys)
+        table["parent"][rows] = _words(parents)
+        table["kind"][rows] = self._kind
+        table["depth"][rows] = depths
+        table["last_use"][rows] = stamp
+        table["checksum"][rows] = _checksums(table[rows])
+        table["status"][rows] = VALID
 
-    def invalidate(self, slots: SlotArray) -> None:
-        self._table["status"][slots] = FREE
+    def invalidate(self, rows: IndexArray) -> None:
+        self._table["status"][rows] = FREE
 
-    def touch(self, slots: SlotArray, stamp: int) -> None:
-        self._table["last_use"][slots] = stamp
+    def touch(self, rows: IndexArray, stamp: int) -> None:
+        self._table["last_use"][rows] = stamp
 
-    def slots_with_status(self, status: int) -> SlotArray:
+    def rows_with_status(self, status: int) -> IndexArray:
         return np.flatnonzero(self._table["status"] == status).astype(np.int32)
 
-    def damaged(self) -> SlotArray:
-        """Slots that claim to be valid with a header that cannot be right."""
-        slots = self.slots_with_status(VALID)
-        headers = self._table[slots]
+    def damaged(self) -> IndexArray:
+        rows = self.rows_with_status(VALID)
+        headers = self._table[rows]
         right = (headers["checksum"] == _checksums(headers)) & (headers["kind"] == self._kind)
-        bad: SlotArray = slots[~right]
+        bad: IndexArray = rows[~right]
         return bad
 
-    def valid_slots(self) -> list[ValidSlot]:
-        """All valid headers, parents before their children."""
-        slots = self.slots_with_status(VALID)
-        headers = self._table[slots]
+    def valid_headers(self) -> list[ValidHeader]:
+        rows = self.rows_with_status(VALID)
+        headers = self._table[rows]
         order = np.argsort(headers["depth"], kind="stable")
-        slots, headers = slots[order], headers[order]
+        rows, headers = rows[order], headers[order]
         keys, parents = headers["key"].tobytes(), headers["parent"].tobytes()
         return [
-            ValidSlot(
-                slot, keys[at : at + KEY_BYTES], parents[at : at + KEY_BYTES], depth, last_use
+            ValidHeader(
+                row, keys[at : at + KEY_BYTES], parents[at : at + KEY_BYTES], depth, last_use
             )
-            for at, slot, depth, last_use in zip(
+            for at, row, depth, last_use in zip(
                 range(0, len(keys), KEY_BYTES),
-                slots.tolist(),
+                rows.tolist(),
                 headers["depth"].tolist(),
                 headers["last_use"].tolist(),
                 strict=True,

@@ -6,7 +6,7 @@ Real instances over real HTTP, with the fake engine, whose tokens cost next to n
    processes, which share the machine's cores, do not hide what one frontend can do. Beside it, with
    the same client: a server that does the usual per token, and one that does nothing but write.
 2. Added latency of one request at a time, and what its six ZeroMQ hops cost without us.
-3. Added latency beside 256 streams at a decode pace of 20 ms a step (see `benchmarks/latency.py`).
+3. Added latency beside 256 streams at a decode pace of 20 ms a step (see `latency.py`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.hop_floor import round_trips
-from benchmarks.latency import (
+from benchmarks.clients.streams import OpenStream, StreamPool
+from benchmarks.pipeline.hop_floor import round_trips
+from benchmarks.pipeline.latency import (
     STEP_SECONDS,
     STREAMS,
     Latency,
@@ -36,7 +37,6 @@ from benchmarks.latency import (
     measure_probes,
 )
 from benchmarks.servers import Served, baseline, instance
-from benchmarks.sse_client import OpenStream, StreamPool
 
 GOAL_TOKENS_PER_CORE = 150_000
 GOAL_ONE_MS = 1.0
@@ -104,17 +104,16 @@ def measure_throughput(server: Served, seconds: float) -> Throughput:
 
 
 def measure(requests: int, seconds: float, frontends: int, options: dict[str, object]) -> Figures:
-    """Run everything, one after the other."""
     paced = {**options, "fake_step_ms": STEP_SECONDS * 1e3, "frontends": frontends}
     with instance(**options) as server:
         ours = measure_throughput(server, seconds)
         one = measure_one(server, requests)
     hops = statistics.median(round_trips(requests)) * ROUND_TRIPS * 1e3
-    with baseline("benchmarks.naive_stream") as server:
+    with baseline("benchmarks.pipeline.naive_stream") as server:
         naive = measure_throughput(server, seconds)
-    with baseline("benchmarks.naive_stream", str(STEP_SECONDS)) as server:
+    with baseline("benchmarks.pipeline.naive_stream", str(STEP_SECONDS)) as server:
         naive_paced = measure_throughput(server, seconds)
-    with baseline("benchmarks.raw_stream") as server:
+    with baseline("benchmarks.pipeline.raw_stream") as server:
         writes = measure_throughput(server, seconds)
     # An instance each: the streams of one must not end within the other.
     with instance(**paced) as server:
@@ -136,7 +135,6 @@ def measure(requests: int, seconds: float, frontends: int, options: dict[str, ob
 
 
 def show(figures: Figures, console: Console) -> None:
-    """Print the tables."""
     for table in (_goals(figures), _latencies(figures), _costs(figures.ours)):
         console.print(table)
     ours, floor = figures.ours, figures.writes.per_core

@@ -1,8 +1,8 @@
 """The baseline of the streaming benchmark: what a server does that sends one chunk per token.
 
 No engine, no ZMQ, no detokenizer: a Starlette StreamingResponse whose generator serialises each
-chunk with `json.dumps` and yields it. `python -m benchmarks.naive_stream PORT [STEP_SECONDS]`: with a
-step time, every stream yields one chunk a step, all streams at the same moments.
+chunk with `json.dumps` and yields it. `python -m benchmarks.pipeline.naive_stream PORT [STEP_SECONDS]`:
+with a step time, every stream yields one chunk a step, all streams at the same moments.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ async def next_step() -> None:
 
 
 async def chunks(count: int) -> AsyncIterator[str]:
-    """`count` chunks of one token each, then [DONE]."""
     for number in range(count):
         chunk = {
             "id": "chatcmpl-0123456789abcdef0123456789abcdef",
@@ -51,7 +50,6 @@ async def chunks(count: int) -> AsyncIterator[str]:
 
 
 async def chat(request: Request) -> StreamingResponse:
-    """The endpoint."""
     body = await request.json()
     return StreamingResponse(chunks(body["max_tokens"]), media_type="text/event-stream")
 

@@ -10,6 +10,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from daemon.cli.check.event_stream import BrokenStream, event_data
+
 WORDS: Final = ("hello", "the", "rain", "tea", "night", "é", "한", "🙂", "seven", "lamp", "or", "?")
 LENGTHS: Final = (8, 40, 120, 240, 400)
 CHAT: Final = "/v1/chat/completions"
@@ -52,7 +54,6 @@ class Answer:
     timed_out: bool = False
 
     def result(self) -> tuple[object, ...]:
-        """What has to be equal in two answers to one request."""
         choices = tuple((i, c.text, c.finish) for i, c in sorted(self.choices.items()))
         return choices, self.usage
 
@@ -62,6 +63,25 @@ class Answer:
             index in whole.choices and whole.choices[index].text.startswith(choice.text)
             for index, choice in self.choices.items()
         )
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A request that was not answered as asked."""
+
+    asked: Asked
+    answer: Answer
+    began: float
+    ended: float
+
+    @property
+    def kind(self) -> str:
+        answer = self.answer
+        if answer.timed_out:
+            return "no answer in time"
+        if answer.error is None:
+            return "connection lost" if answer.status else "connection lost before the head"
+        return f"{'event' if answer.status == 200 else answer.status} {answer.error}"
 
 
 def make_requests(seed: int, count: int) -> list[Asked]:
@@ -101,7 +121,8 @@ def with_stop(asked: Asked, answer: Answer, draw: random.Random) -> Asked:
 async def ask(
     port: int, asked: Asked, stream: bool, leave_after: int | None = None
 ) -> Answer | None:
-    """Send a request on a connection of its own. None: left as told, after that many bytes."""
+    """Send a request on a connection of its own. None: the client left after `leave_after`
+    bytes."""
     body = dict(asked.body)
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -134,7 +155,7 @@ async def get_status(port: int, path: str) -> int:
 async def _exchange(
     port: int, path: str, body: dict[str, Any] | None, raw: bytearray, leave_after: int | None
 ) -> bool:
-    """Fill `raw` with the answer; whether we left before its end."""
+    """Fill `raw` with the answer; True if the client left before its end."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         payload = b"" if body is None else json.dumps(body).encode()
@@ -192,11 +213,11 @@ def _join_chunks(data: bytes) -> tuple[bytes, bool]:
 
 def _read_events(body: bytes, answer: Answer) -> None:
     # What follows the last line end is cut.
-    for line in body.split(b"\n")[:-1]:
-        if line.startswith(b"data: [DONE]"):
-            answer.complete = answer.error is None
-        elif line.startswith(b"data: "):
-            _read_event(json.loads(line[6:]), answer)
+    lines = body.split(b"\n")[:-1]
+    with contextlib.suppress(BrokenStream):
+        for data in event_data(lines):
+            _read_event(json.loads(data), answer)
+        answer.complete = answer.error is None
 
 
 def _read_event(event: dict[str, Any], answer: Answer) -> None:

@@ -1,4 +1,4 @@
-"""Time to the first token after a hit and without one, in one run: `python -m benchmarks.prefix_ttft`.
+"""Time to the first token after a hit and without one, in one run: `python -m benchmarks.prefix.ttft`.
 
 Each repeat takes a new cache salt: the prefix alone is sent, so that it is stored, then the prefix with new
 tokens behind it (the hit). The same prompt under another new salt is the cold one. Greedy, one token.
@@ -9,27 +9,23 @@ from __future__ import annotations
 import os
 import random
 import secrets
-import shlex
 import statistics
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Final
 
 import cyclopts
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.servers import Served, instance
+from benchmarks.servers import Served, ServeOptions, instance, served_options
 from daemon.cli.check.api_client import COMPLETIONS, ApiClient, StreamedAnswer
 
 TOKENS: Final = range(10, 250)
 """Ids that any model has."""
-
-
-ServeOptions = Annotated[str, cyclopts.Parameter(allow_leading_hyphen=True)]
 
 
 class Repeat(msgspec.Struct, frozen=True):
@@ -59,27 +55,7 @@ class TtftFigures(msgspec.Struct, frozen=True):
     load_average: float
 
 
-def served_options(words: str) -> dict[str, object]:
-    """`--dp 2 --deterministic` as keywords for `servers.instance`.
-
-    Raises:
-        ValueError: a word is no option, or has a value too many.
-    """
-    options: dict[str, object] = {}
-    for word in shlex.split(words):
-        if word.startswith("--"):
-            name, has_value, value = word[2:].replace("-", "_").partition("=")
-            options[name] = value if has_value else True
-            last = name
-        elif options and options[last] is True:
-            options[last] = word
-        else:
-            raise ValueError(f"--serve: {word!r} belongs to no option: write --NAME VALUE")
-    return options
-
-
 def measure(client: ApiClient, prefix_tokens: int, new_tokens: int, draw: random.Random) -> Repeat:
-    """One hit and one cold prompt."""
     prefix = draw.choices(TOKENS, k=prefix_tokens)
     prompt = prefix + draw.choices(TOKENS, k=new_tokens)
     salt = secrets.token_hex(8)
@@ -101,13 +77,11 @@ def measure(client: ApiClient, prefix_tokens: int, new_tokens: int, draw: random
 
 
 def ask(client: ApiClient, prompt: list[int], salt: str) -> StreamedAnswer:
-    """One greedy token."""
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
     return client.stream(COMPLETIONS, body | {"cache_salt": salt})
 
 
 def show(figures: TtftFigures, console: Console) -> None:
-    """Print the table."""
     title = f"{figures.model}: {figures.prefix_tokens:,} tokens + {figures.new_tokens:,} new"
     table = Table("", "cold, s", "hit, s", "cold / hit", "cached tokens", "token", title=title)
     for number, repeat in enumerate(figures.repeats, 1):

@@ -44,8 +44,6 @@ class TraceShape:
 def make_trace(
     shape: TraceShape, text: SampleText, draw: random.Random
 ) -> tuple[str, list[TraceSession]]:
-    """The shared system prompt and all sessions."""
-
     def around(mean: float) -> float:
         return mean * draw.uniform(0.5, 1.5)
 

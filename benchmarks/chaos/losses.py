@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import msgspec
 
-from benchmarks.chaos_causes import Loss
-from benchmarks.chaos_requests import Asked, ask, get_status
+from benchmarks.chaos.causes import Loss
+from benchmarks.clients.requests import Asked, ask, get_status
 from daemon.errors import DeepInferError
 from daemon.inspection.inspection_client import InspectionClient
 
@@ -52,7 +52,6 @@ class Chaos:
         return rows
 
     async def hit(self, seconds: float) -> None:
-        """Do harm for that long."""
         end = time.monotonic() + seconds
         while True:
             wait = self.every * self.draw.uniform(0.5, 1.5)
@@ -83,7 +82,6 @@ class Chaos:
         os.close(pidfd)
 
     def note_success(self, began: float, ended: float) -> None:
-        """A request was answered: all that it needs is there again."""
         for loss in self.losses:
             if loss.served_after is None and loss.at <= began:
                 loss.served_after = ended - loss.at
@@ -123,11 +121,9 @@ class Chaos:
 
     @property
     def recovered(self) -> bool:
-        """Whether the instance is over all losses."""
         return all(loss.recovered_after is not None for loss in self.losses)
 
     def around(self, begin: float, end: float) -> str:
-        """The losses that were felt then, for a log."""
         return ", ".join(
             f"{x.name} {'frozen' if x.frozen else 'killed'} {end - x.at:.2f} s before"
             + ("" if x.ended_at is None else f", ended {end - x.ended_at:.2f} s before")

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from benchmarks.chaos_requests import CHAT, Asked
+from benchmarks.clients.requests import CHAT, Asked
 from daemon.cli.check.api_client import ApiClient
 from daemon.cli.check.sample_text import WORDS
 
@@ -48,7 +48,6 @@ class KnownTurns:
 
     @property
     def count(self) -> int:
-        """Turns that can be asked."""
         return sum(map(len, self.conversations))
 
 
@@ -97,7 +96,6 @@ class TurnMaker:
         self.turns = KnownTurns([])
 
     def make(self) -> None:
-        """One more conversation, until it is full."""
         messages = self._beginning()
         known: list[KnownTurn] = []
         while True:

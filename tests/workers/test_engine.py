@@ -406,6 +406,20 @@ def test_logprobs_are_the_models_own(checkpoints: Callable[[str], Path]) -> None
     np.testing.assert_allclose(entry.top_logprobs, want.topk(3).values, atol=1e-4)
 
 
+def test_a_placeholder_step_yields_nothing_and_changes_nothing(
+    checkpoints: Callable[[str], Path],
+) -> None:
+    engine = open_engine(checkpoints("llama"))
+    driver = Driver(engine, GREEDY)
+    driver.begin(0, make_prompt(5), 99)
+    for _ in range(3):
+        result = driver.run(StepPlan(77))
+        assert (result.step, result.tokens.tolist(), result.logprobs) == (77, [], {})
+        driver.decode([0])
+    assert driver.output(0) == expected_tokens(checkpoints("llama"), make_prompt(5), 4)
+    engine.close()
+
+
 def test_order_of_calls_is_checked(checkpoints: Callable[[str], Path]) -> None:
     engine = open_engine(checkpoints("llama"))
     driver = Driver(engine, GREEDY)

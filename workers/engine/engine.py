@@ -114,6 +114,8 @@ class ModelEngine:
             parts.model.prepare(update.batch, parts.buffers)
             parts.buffers.send()
             logits = parts.model.forward(parts.tables.apply(update))
+            if self._device.type == "cuda":  # nobody else waits before the buffers are filled anew
+                torch.cuda.synchronize(self._device)
         if logits is None:
             return torch.empty(0, self._info.vocab_size, device=self._device)
         return logits

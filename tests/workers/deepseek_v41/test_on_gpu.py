@@ -93,6 +93,7 @@ def test_no_layer_waits_for_the_device(make_driver, golden):
                 driver.engine.model.forward(tables.apply(update))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.synchronize()  # before the buffers are filled anew
 
 
 def test_the_pools_are_planned_from_the_free_memory(make_driver):

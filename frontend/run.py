@@ -8,10 +8,8 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import uvicorn
 import uvloop
 import zmq
 
@@ -20,7 +18,7 @@ from frontend.errors import ApiError
 from frontend.gate import Gate
 from frontend.generation.text_decoding import TokenTexts
 from frontend.http.auth import ApiKeys, ApiKeysError
-from frontend.http.protocol import with_limits
+from frontend.http.server import HttpLimits, HttpServer
 from frontend.links.daemon_client import DaemonClient
 from frontend.links.router_client import RouterClient
 from frontend.links.router_line import RouterLine
@@ -45,22 +43,11 @@ from transport.sockets import Received
 from transport.telemetry.metrics import MetricSet
 from transport.telemetry.values import SocketStats
 
-FLUSH_SECONDS = 5
-"""How long answers that are complete may take to reach their clients when the process stops."""
-BACKLOG = 2048
 INFORMED_SECONDS = 5.0
 """How long a new frontend leaves connections in the listener's queue until it knows what the router
 serves, where requests may come in. As long as a router may be silent without being replaced."""
 
 log = logging.getLogger(__name__)
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn without signal handlers: the process has its own."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class _Telemetry:
@@ -114,24 +101,11 @@ class Frontend:
             ask_daemon=self._ask_daemon,
             started_at=int(time.time()),
         )
-        self._server = HttpServer(self._http_config())
-
-    def _http_config(self) -> uvicorn.Config:
-        settings = self._settings
-        return uvicorn.Config(
-            FrontendApp(self._services),
-            http=with_limits(settings.max_header_bytes, settings.body_seconds),
-            ws="none",
-            lifespan="off",
-            interface="asgi3",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            backlog=BACKLOG,
-            timeout_keep_alive=settings.keep_alive_seconds,
-            timeout_graceful_shutdown=FLUSH_SECONDS,
+        app = FrontendApp(self._services)
+        limits = HttpLimits(
+            settings.max_header_bytes, settings.body_seconds, settings.keep_alive_seconds
         )
+        self._server = HttpServer(app, limits, app.head_refused)
 
     async def _ask_daemon(self, question: Query | CacheCommand) -> bytes:
         return await self._daemon.ask(question, self._link.post)
@@ -184,7 +158,7 @@ class Frontend:
             await self._drain()
         finally:
             loop.remove_reader(self._stop.fd)
-            self._server.should_exit = True
+            self._server.stop()
             self._told.set()
             self._informed.set()
             await server
@@ -200,13 +174,13 @@ class Frontend:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._informed.wait(), INFORMED_SECONDS)
         listener = socket.socket(fileno=self._settings.listen_fd)
-        await self._server.serve(sockets=[listener])
+        await self._server.serve(listener)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._link.tick()
-            self._services.tick(len(self._server.server_state.connections))
+            self._services.tick(self._server.connections)
 
     async def _drain(self) -> None:
         self._gate.drain()
@@ -242,7 +216,6 @@ def _tell_daemon(process: ProcessSettings, reason: str) -> None:
 def main() -> int:
     """Entry point; returns the exit code."""
     settings, stop = enter_process(FrontendSettings)
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     try:
         texts = Detokenizer(load_tokenizer(Path(settings.model_dir)).tokenizer)
         keys = ApiKeys.load(settings.api_keys_file)

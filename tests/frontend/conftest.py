@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-import uvicorn
 import zmq
 
 from daemon.cli.check.event_stream import whole_stream
 from frontend.api.app import FrontendApp
 from frontend.gate import Gate
 from frontend.http.auth import ApiKeys
-from frontend.http.protocol import with_limits
+from frontend.http.server import HttpLimits, HttpServer
 from frontend.links.router_client import RouterClient
 from frontend.metrics import FrontendMetrics
 from frontend.services import Services
@@ -246,7 +245,7 @@ class ServedFrontend:
         self.gate: Gate | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self._ready = threading.Event()
-        self._server: uvicorn.Server | None = None
+        self._server: HttpServer | None = None
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
@@ -278,20 +277,15 @@ class ServedFrontend:
         )
         self.gate.set_state("ready", "")
         self.router.deliver(Serving(ModelInfo(VOCAB, MAX_LEN, (EOS,), 10_000)))
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                FrontendApp(self.services),
-                http=with_limits(self.settings.max_header_bytes, self.settings.body_seconds),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                timeout_graceful_shutdown=1,
-            )
+        app = FrontendApp(self.services)
+        settings = self.settings
+        limits = HttpLimits(
+            settings.max_header_bytes, settings.body_seconds, settings.keep_alive_seconds
         )
+        self._server = HttpServer(app, limits, app.head_refused)
         ticker = self.loop.create_task(self._tick())
         self.loop.call_soon(self._ready.set)
-        await self._server.serve(sockets=[self._listener])
+        await self._server.serve(self._listener)
         ticker.cancel()
 
     async def _tick(self) -> None:
@@ -305,7 +299,7 @@ class ServedFrontend:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
+        self._server.stop()
         self._thread.join(10)
         assert not self._thread.is_alive()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +13,8 @@ from workers.engine.create import create_engine
 from workers.engine.engine import ModelEngine
 from workers.models.served_model import LoadObserver
 from workers.settings import EngineSettings
+
+QUIET = LoadObserver()
 
 
 def engine_settings(model_dir: Path | str = "", **changes: object) -> EngineSettings:
@@ -26,10 +28,7 @@ def engine_settings(model_dir: Path | str = "", **changes: object) -> EngineSett
     return EngineSettings(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def open_engine(
-    model_dir: Path, check_layout: Callable[..., None] = lambda _layout: None, **changes: object
-) -> ModelEngine:
-    observer = LoadObserver(check_layout=check_layout)
+def open_engine(model_dir: Path, observer: LoadObserver = QUIET, **changes: object) -> ModelEngine:
     return create_engine(engine_settings(model_dir, **changes), observer)
 
 

@@ -37,6 +37,7 @@ from workers.contract import (
 )
 from workers.engine.engine import ModelEngine
 from workers.models.hf import model as hf_model
+from workers.models.served_model import LoadObserver
 
 VOCAB = 211
 COMMON = {
@@ -444,7 +445,7 @@ def test_a_layout_that_cannot_be_served_is_refused_before_the_weights_are_loaded
 
     monkeypatch.setattr(hf_model, "load_weights", None)  # not to be called
     with pytest.raises(ModelLoadError, match=r"[1-9][0-9]+ bytes a page"):
-        open_engine(checkpoints("llama"), "cpu", check_layout=refuse)
+        open_engine(checkpoints("llama"), observer=LoadObserver(check_layout=refuse))
 
 
 def test_cudnn_plans_no_attention(checkpoints: Callable[[str], Path]) -> None:

@@ -15,6 +15,7 @@ from tests.support import engines
 from transport.messages.generate import SamplingParams
 from workers.contract import ModelLoadError, PromptChunk, StepPlan
 from workers.engine.engine import ModelEngine
+from workers.models.served_model import LoadObserver
 
 SMALL = {
     "vocab_size": 96,
@@ -136,7 +137,7 @@ def test_a_gpu_that_is_not_there_is_refused(llama_dir: Path) -> None:
 
 def test_engine_reports_what_it_offers(llama_dir: Path) -> None:
     lines: list[str] = []
-    engine = open_engine(llama_dir, report=lines.append)
+    engine = open_engine(llama_dir, observer=LoadObserver(report=lines.append))
     info = engine.info
     assert (info.vocab_size, info.max_model_len, info.max_num_seqs) == (96, 512, 3)
     assert info.eos_token_ids == (7, 5, 2)

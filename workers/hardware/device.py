@@ -14,11 +14,6 @@ Accelerator = Literal["cpu", "nvidia"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
 
-def detect_accelerator() -> Accelerator:
-    """`nvidia` if PyTorch finds a usable CUDA GPU here, else `cpu`."""
-    return "nvidia" if torch.cuda.is_available() else "cpu"
-
-
 def open_device(accelerator: Accelerator, index: int, num_threads: int) -> torch.device:
     """The torch device of a worker; sets the number of CPU threads and the current GPU.
 

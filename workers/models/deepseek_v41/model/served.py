@@ -83,8 +83,10 @@ class ServedDeepseekV41:
         return self.engram.decodes(slots, torch.from_numpy(self._collected[slots]))
 
     def forward(self, tensors: BatchTensors) -> Tensor | None:
-        assert self._inputs is not None, "a step runs that was not prepared"
-        logits: Tensor | None = self.network(self._inputs.step(tensors), self.caches)
+        # Let go of them with the step: Engram rows of a long chunk take much memory.
+        inputs, self._inputs = self._inputs, None
+        assert inputs is not None, "a step runs that was not prepared"
+        logits: Tensor | None = self.network(inputs.step(tensors), self.caches)
         return logits
 
     def collected(self, slots: list[int], tokens: Tensor) -> None:

@@ -144,7 +144,7 @@ def test_engine_reports_what_it_offers(llama_dir: Path) -> None:
     assert info.num_pages == 3 * 4
     assert info.pipeline_depth == 0
     assert {t.dtype for t in info.layout.page_tensors} == {"float32"}
-    assert engine.page_pool.rows.shape == (12, info.layout.page_bytes)
+    assert engine.model.pages.shape == (12, info.layout.page_bytes)
     assert "float32" in lines[0] and "12 pages" in lines[-1]
     again = open_engine(llama_dir, max_num_seqs=1)
     assert again.info.layout.fingerprint == info.layout.fingerprint

@@ -68,7 +68,7 @@ class SoakFigures(msgspec.Struct, frozen=True):
     hit_share: float
     """Cached over prompt tokens."""
     evicted_pages: int
-    """By the workers that were alive at the end."""
+    """Evictions by the workers that were alive at the end."""
     kills: int
     recovered_pages: int
     memory_mib: dict[str, tuple[float, float]]

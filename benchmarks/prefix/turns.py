@@ -35,7 +35,7 @@ class KnownTurn:
 
     asked: Asked
     result: tuple[object, ...]
-    """As `Answer.result`."""
+    """What `Answer.result` has to be."""
 
 
 @dataclass

@@ -20,7 +20,7 @@ from workers.models.safetensors_header import read_header
 
 FLOAT_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 DTYPE_BYTES: Final = {"auto": 4, "float32": 4, "bfloat16": 2, "float16": 2}
-"""In a CPU's memory, by --dtype."""
+"""Bytes of a float in a CPU's memory, by --dtype."""
 
 
 def check_memory(config: InstanceConfig, accelerator: str, model_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""From the configuration of the instance to the settings of each of its processes."""
+"""Turns the configuration of the instance into the settings of each of its processes."""
 
 from __future__ import annotations
 

@@ -35,10 +35,6 @@ class PromptEncoder:
     """Encodes the prompts of one model. Not bound to a thread, but one call at a time."""
 
     def __init__(self, files: TokenizerFiles) -> None:
-        """
-        Raises:
-            TokenizerLoadError: the chat template is not valid Jinja.
-        """
         self._tokenizer = files.tokenizer
         self._template = ChatTemplate(files)
 

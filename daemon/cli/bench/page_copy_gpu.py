@@ -39,7 +39,7 @@ from workers.hardware.host_memory import available_host_memory
 
 CHOICES: Final[tuple[CopyChoice, ...]] = ("batch", "kernel", "auto")
 DIRECTIONS: Final[dict[Direction, Literal["up", "down"]]] = {"load": "up", "store": "down"}
-"""As the report calls them."""
+"""The names that the report uses."""
 REPEATS: Final = 15
 BUSY_CYCLES: Final = 60_000_000
 """Some thirty milliseconds: longer than issuing the copies takes."""

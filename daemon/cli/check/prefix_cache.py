@@ -27,7 +27,7 @@ from daemon.cli.check.api_client import (
     StreamedAnswer,
 )
 from daemon.cli.check.sample_text import SampleText
-from daemon.cli.inspect.session import make_console, plain_table
+from daemon.cli.output import plain_table, table_console
 from daemon.cli.units import duration, number
 from daemon.errors import DeepInferError
 
@@ -336,7 +336,7 @@ def prefix_cache(
         Where the server wants one.
     """
     workload = Workload(turns, conversations, prompt_tokens, turn_tokens, max_tokens, seed)
-    console = make_console()
+    console = table_console()
     try:
         with ApiClient(url, api_key) as client:
             model = find_model(client)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from rich.console import Console
-
-from daemon.cli.systemd_install import (
+from daemon.cli.output import sentence_console
+from daemon.cli.systemd.install import (
     COMMAND_SECONDS,
     Prefix,
     Root,
@@ -25,7 +24,7 @@ def uninstall(*, root: Root = Path("/"), prefix: Prefix = DEFAULT_PREFIX) -> Non
         raise DeepInferError(
             f"{', '.join(running)} still runs: stop it with `systemctl stop 'deepinfer@*'`."
         )
-    console = Console(highlight=False, soft_wrap=True)
+    console = sentence_console()
     for file in unit_files(root, prefix, "/usr/bin/deepinfer"):
         try:
             outcome = file.uninstall()

@@ -1,4 +1,4 @@
-"""The router's record of one request."""
+"""The router's record of one prompt."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from transport.framing import Payload, token_frame
 from transport.ids import NO_RANK, DpRank, ProcessName, RequestId
-from transport.messages.generate import Generate, PromptKind, StageTimes
+from transport.messages.generate import Encode, StageTimes
 from transport.messages.telemetry import RequestRow
+from transport.messages.to_router import Submit
 from transport.messages.to_worker import Start
 
 Stage = Literal["received", "tokenizing", "queued", "running", "finished"]
@@ -19,7 +20,7 @@ Stage = Literal["received", "tokenizing", "queued", "running", "finished"]
 
 @dataclass
 class Choice:
-    """One of the `n` answers of a request."""
+    """One of the `n` answers to a prompt."""
 
     output: list[int] = field(default_factory=list)
     """Tokens that the client has, for going on elsewhere if the worker is lost."""
@@ -29,22 +30,17 @@ class Choice:
 
 
 @dataclass
-class Request:
-    """What the router knows of a request, from `Submit` or `Encode` to its end."""
+class Generation:
+    """One prompt and its choices, from `Submit` to the end; or from `Encode`, which wants no choices
+    but the prompt's tokens."""
 
-    request_id: RequestId
+    message: Submit | Encode
+    """As the frontend sent it, but for the output's length, which is cut to what fits."""
     frontend: ProcessName
-    kind: PromptKind
-    generate: Generate | None
-    """None: encode only, do not run."""
-    choices: list[Choice]
-    affinity: str
-    add_special_tokens: bool
     prompt_frame: Payload
     """The prompt as the client sent it; dropped when it is encoded."""
+    choices: list[Choice]
     received_at: float
-    call: RequestId
-    """The HTTP request that it belongs to; its own id, unless that has several prompts."""
     stage: Stage = "received"
     stage_since: float = 0.0
     tokenizing_at: float = 0.0
@@ -54,6 +50,24 @@ class Request:
     rank: DpRank = NO_RANK
     prompt: npt.NDArray[np.int32] | None = None
     migrations: int = 0
+
+    @classmethod
+    def of(
+        cls, message: Submit | Encode, frontend: ProcessName, frame: Payload, now: float
+    ) -> Generation:
+        if isinstance(message, Encode):
+            return cls(message, frontend, frame, [], received_at=now)
+        choices = [Choice() for _ in range(message.n)]
+        return cls(message, frontend, frame, choices, message.received_at)
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.message.request_id
+
+    @property
+    def call(self) -> RequestId:
+        """The HTTP request that it belongs to; its own id, unless that has several prompts."""
+        return (isinstance(self.message, Submit) and self.message.call) or self.request_id
 
     def enter(self, stage: Stage, now: float) -> None:
         """Note the change of stage; the first entry of each stage counts."""
@@ -88,15 +102,20 @@ class Request:
             return token_frame(self.prompt)
         return token_frame(np.concatenate([self.prompt, np.asarray(output, dtype=np.int32)]))
 
+    def encode(self) -> Encode:
+        """What has a tokenizer encode the prompt; `prompt_frame` is its frame."""
+        wanted = self.message
+        return Encode(wanted.request_id, wanted.kind, wanted.add_special_tokens, wanted.affinity)
+
     def start(self, index: int) -> Start:
-        """What tells a worker to run a choice; `tokens_so_far` is its frame."""
-        assert self.generate is not None and self.prompt is not None
+        """What has a worker run a choice; `tokens_so_far` is its frame."""
+        assert isinstance(self.message, Submit) and self.prompt is not None
         return Start(
             request_id=self.request_id,
             index=index,
             frontend=self.frontend,
             prompt_len=len(self.prompt),
-            generate=self.generate,
+            generate=self.message.generate,
             arrival=self.received_at,
         )
 

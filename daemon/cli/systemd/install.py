@@ -10,6 +10,7 @@ from typing import Annotated, Final
 from cyclopts import Parameter
 from rich.console import Console
 
+from daemon.cli.output import sentence_console
 from daemon.errors import ConfigurationError, DeepInferError
 from daemon.system.unit_files import (
     DEFAULT_PREFIX,
@@ -58,7 +59,7 @@ def install(
     command = str(executable) if executable is not None else own_executable()
     if not prefix.is_absolute():
         raise ConfigurationError(f"--prefix {prefix} is no absolute path: give one.")
-    console = Console(highlight=False, soft_wrap=True)
+    console = sentence_console()
     for file in unit_files(root, prefix, command):
         try:
             outcome = file.install()

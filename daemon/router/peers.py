@@ -12,13 +12,14 @@ from transport.ids import DpRank, ProcessName, process_name
 from transport.messages.generate import ModelInfo
 from transport.messages.to_router import WorkerReady
 
-FUTILE_STARTS: Final = 3
-"""Processes of one name that were lost in a row before they served: the next one is not hoped for."""
+MAX_FAILED_STARTS: Final = 3
+"""Once more processes of a name than this were lost in a row before they served, the next is waited for
+only briefly."""
 
-Place = Literal["tokenizer", "worker"]
+Role = Literal["tokenizer", "worker"]
 
 
-class Roster:
+class Peers:
     """Owned by the router's core, which keeps the loads."""
 
     def __init__(self, settings: RouterSettings) -> None:
@@ -36,12 +37,12 @@ class Roster:
         self._models: dict[DpRank, ModelInfo] = {}
         self._stage_seconds = settings.stage_seconds
         self._start_seconds = max(settings.start_seconds, settings.stage_seconds)
-        self._expected: dict[Place, list[ProcessName]] = {
+        self._expected: dict[Role, list[ProcessName]] = {
             "tokenizer": [process_name("tokenizer", i) for i in range(settings.tokenizers)],
             "worker": [process_name("worker", i) for i in range(settings.workers)],
         }
         self._given_up: set[ProcessName] = set()
-        self._futile_starts: Counter[ProcessName] = Counter()
+        self._failed_starts: Counter[ProcessName] = Counter()
 
     def tokenizer_joined(self, name: ProcessName) -> None:
         """A tokenizer takes prompts from now on. It may say so twice."""
@@ -66,25 +67,25 @@ class Roster:
         return self.model != before
 
     def note_loss(self, name: ProcessName, comes_back: bool) -> None:
-        self._futile_starts[name] += 1
+        self._failed_starts[name] += 1
         if not comes_back:
             self._given_up.add(name)
 
-    def patience(self, place: Place) -> float:
+    def max_wait(self, role: Role) -> float:
         """How many seconds a request may wait while there is no such process. 0.0: none will come.
 
         One that is being started is waited for as long as an instance may take to start. If all
         that may come have died again and again without serving, only as long as for a stage."""
-        hoped_for = [name for name in self._expected[place] if name not in self._given_up]
-        if not hoped_for:
+        coming = [name for name in self._expected[role] if name not in self._given_up]
+        if not coming:
             return 0.0
-        if all(self._futile_starts[name] > FUTILE_STARTS for name in hoped_for):
+        if all(self._failed_starts[name] > MAX_FAILED_STARTS for name in coming):
             return self._stage_seconds
         return self._start_seconds
 
     def _serves(self, name: ProcessName) -> None:
         self._given_up.discard(name)
-        del self._futile_starts[name]
+        del self._failed_starts[name]
 
     def _combine_models(self) -> None:
         models = list(self._models.values())

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from transport.framing import Payload, token_frame
+from transport.framing import Payload, TokenArray, token_frame
 from transport.ids import NO_RANK, DpRank, ProcessName, RequestId
 from transport.messages.generate import Encode, StageTimes
 from transport.messages.telemetry import RequestRow
@@ -48,7 +47,7 @@ class Generation:
     running_at: float = 0.0
     tokenizer: ProcessName | None = None
     rank: DpRank = NO_RANK
-    prompt: npt.NDArray[np.int32] | None = None
+    prompt: TokenArray | None = None
     migrations: int = 0
 
     @classmethod

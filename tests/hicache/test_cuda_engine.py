@@ -165,4 +165,4 @@ def test_conversations_get_the_tokens_of_a_run_without_a_cache(
         for name, tokens in conversations.items():
             tokens.extend(plain[f"{name}.{turn}"])
     assert rank.hit_tokens > 4 * 128
-    assert rank.transfers.counts["up"].num_bytes > 0
+    assert rank.transfers.counts["load"].num_bytes > 0

@@ -17,7 +17,7 @@ from workers.models.deepseek_v41.engram.hashing import BORDER
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from workers.contract import TokenArray
+    from transport.framing import TokenArray
     from workers.models.deepseek_v41.engram.hashing import EngramHash
     from workers.models.deepseek_v41.engram.table import EngramTable
     from workers.models.deepseek_v41.engram.warmup import EngramWarmup

@@ -20,7 +20,7 @@ from frontend.settings import FrontendSettings, SamplingDefaults, TokenizerSetti
 from transport.child import ProcessSettings
 from transport.ids import ROUTER_NAME, DpRank, ProcessName, process_name
 from transport.messages.base import Role
-from workers.settings import Accelerator, WorkerSettings
+from workers.settings import Accelerator, EngineSettings, WorkerSettings
 
 MODULES: Final[dict[Role, str]] = {
     "router": "daemon.router.run",
@@ -150,31 +150,34 @@ def _worker(plan: InstancePlan, rank: DpRank, pool_fds: Sequence[int]) -> ChildS
     on_gpu = plan.accelerator == "nvidia"
     threads = 1 if on_gpu else max(usable_cores() // config.dp, 1)
     process = _process(plan, process_name("worker", rank), "worker")
-    settings = WorkerSettings(
-        process=process,
-        rank=rank,
-        engine=config.engine,
+    engine = EngineSettings(
+        kind=config.engine,
+        fake_step_seconds=config.fake_step_ms / 1000,
         model_dir=str(plan.model_dir),
         accelerator=plan.accelerator,
-        device_index=0,
+        num_threads=threads,
         dtype=config.dtype,
         load_format=config.load_format,
+        hf_overrides=read_overrides(config.hf_overrides),
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs or (256 if on_gpu else 32),
+        max_batched_tokens=config.max_batched_tokens or (8192 if on_gpu else 512),
         kv_cache_gb=config.kv_cache_gb,
         gpu_memory_utilization=config.gpu_memory_utilization,
-        max_batched_tokens=config.max_batched_tokens or (8192 if on_gpu else 512),
-        prefill_any_interval=config.prefill_any_interval,
-        num_threads=threads,
         kv_dtype=config.kv_dtype,
         keep_tokens=config.yoco_keep_tokens,
         deterministic=config.deterministic,
-        hf_overrides=read_overrides(config.hf_overrides),
+        stores_prefixes=bool(pool_fds),
+    )
+    settings = WorkerSettings(
+        process=process,
+        rank=rank,
+        engine=engine,
+        prefill_any_interval=config.prefill_any_interval,
         hicache_fd=pool_fds[0] if pool_fds else None,
         hicache_bytes=plan.hicache_bytes,
         hicache_states=plan.hicache_states,
         hicache_copy=config.hicache_copy,
-        fake_step_seconds=config.fake_step_ms / 1000,
     )
     # Threads that wait for each other must not spin: on a busy machine they would hold the very core
     # that the last one needs, and a step took ten times as long.

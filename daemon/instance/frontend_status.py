@@ -13,7 +13,7 @@ from typing import Final
 
 from daemon.supervision.supervisor import Child
 from transport.ids import ProcessName
-from transport.messages.control import InstanceState, InstanceStatus
+from transport.messages.from_daemon import InstanceState, InstanceStatus
 
 CONFIRM_SECONDS: Final = 30.0
 """How long the daemon waits for the frontends to confirm, before it goes on without."""
@@ -36,7 +36,7 @@ class FrontendStatus:
     send: Callable[[ProcessName, InstanceStatus], bool]
     """False: it does not read now."""
     status: InstanceStatus
-    """With the serial that all shall confirm."""
+    """The present one; all frontends have to confirm its serial."""
     changed_at: float
     """CLOCK_MONOTONIC seconds at which it became the present one."""
     _told: dict[ProcessName, _Told] = field(default_factory=dict)

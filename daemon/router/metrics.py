@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter as CountOf
 from collections.abc import Iterable, Mapping
 
-from daemon.router.request import Request, Stage
+from daemon.router.generation import Generation, Stage
 from transport.ids import ProcessName
 from transport.telemetry.metrics import Counter, MetricSet, QueueGauge
 
@@ -54,7 +54,7 @@ class RouterMetrics:
             self._outstanding[what, peer] = gauge
         gauge.set(count)
 
-    def update(self, requests: Iterable[Request]) -> None:
-        counts = CountOf(request.stage for request in requests)
+    def update(self, generations: Iterable[Generation]) -> None:
+        counts = CountOf(generation.stage for generation in generations)
         for stage, gauge in self._stages.items():
             gauge.set(counts[stage])

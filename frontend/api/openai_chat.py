@@ -14,9 +14,9 @@ from frontend.api.sampling import TopLogprobs
 from frontend.errors import bad_request
 from frontend.generation.collected import CollectedChoice
 from frontend.generation.deltas import Delta, Finish, Reasoning, Text, ToolCall
-from frontend.generation.logprobs import TokenLogprob
 from frontend.generation.request import GenerationRequest, ModelLimits, chat_prompt
 from frontend.http.json_body import JsonObject, decode_body
+from transport.logprobs import TokenLogprob
 
 
 class ChatBody(ConversationBody, frozen=True, kw_only=True):
@@ -33,10 +33,6 @@ class ChatBody(ConversationBody, frozen=True, kw_only=True):
     audio: Annotated[None, Meta(description="absent: the model gives text alone")] = None
 
     def to_generation(self, limits: ModelLimits) -> GenerationRequest:
-        """
-        Raises:
-            ApiError: 400 or 404, naming the field.
-        """
         if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs is only allowed with logprobs: true.", "top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.logprobs else -1

@@ -14,7 +14,6 @@ from frontend.api.sampling import GenerationBody, TokenId, TopLogprobs, check_id
 from frontend.errors import bad_request
 from frontend.generation.collected import CollectedChoice
 from frontend.generation.deltas import Delta, Finish, Reasoning, Text, ToolCall
-from frontend.generation.logprobs import TokenLogprob
 from frontend.generation.request import (
     GenerationRequest,
     ModelLimits,
@@ -25,6 +24,7 @@ from frontend.generation.request import (
 from frontend.generation.text_decoding import TokenTexts
 from frontend.generation.usage import Usage
 from frontend.http.json_body import JsonObject, decode_body
+from transport.logprobs import TokenLogprob
 
 MAX_PROMPTS = 256
 DEFAULT_TOKENS = 16
@@ -48,10 +48,6 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     ) = None
 
     def to_generation(self, limits: ModelLimits) -> GenerationRequest:
-        """
-        Raises:
-            ApiError: 400 or 404, naming the field.
-        """
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise bad_request("best_of is only supported where it equals n.", "best_of")
         if self.echo and self.logprobs is not None:
@@ -172,7 +168,6 @@ def _choice(
 
 
 def _finish_reason(reason: str) -> str:
-    """Completions know no tool calls."""
     return "stop" if reason == "tool_calls" else reason
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hicache.cache.outcomes import MissReason, SkipReason
-from hicache.manager.transfers import DIRECTIONS
+from hicache.copies.row_copy import LINK_DIRECTION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hicache.cache.stats import CacheStats
-    from hicache.manager.transfers import Direction, TransferCounts
+    from hicache.copies.row_copy import Direction
+    from hicache.manager.transfers import TransferCounts
     from transport.telemetry.metrics import MetricSet
 
 
@@ -48,12 +49,12 @@ class PrefixTelemetry:
             reason: metrics.counter("hicache_skipped_stores", reason.value) for reason in SkipReason
         }
         self._copied_bytes = {
-            direction: metrics.counter("hicache_copied_bytes", direction)
-            for direction in DIRECTIONS
+            direction: metrics.counter("hicache_copied_bytes", label)
+            for direction, label in LINK_DIRECTION.items()
         }
         self._copy_seconds = {
-            direction: metrics.counter("hicache_copy_seconds", direction)
-            for direction in DIRECTIONS
+            direction: metrics.counter("hicache_copy_seconds", label)
+            for direction, label in LINK_DIRECTION.items()
         }
 
     def update(self, stats: CacheStats, copies: Mapping[Direction, TransferCounts]) -> None:

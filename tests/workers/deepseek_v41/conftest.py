@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.engines import open_engine
 from transport.messages.generate import SamplingParams
 from workers.contract import DecodeRow, PromptChunk, StepPlan
-from workers.engine.settings import EngineSettings
-from workers.models.deepseek_v41.model.engine import create_deepseek_v41_engine
-from workers.models.deepseek_v41.model.serving_engine import DeepseekV41Engine
+from workers.engine.engine import ModelEngine
+from workers.models.deepseek_v41.model.served import ServedDeepseekV41
 
 DATA = Path(__file__).parents[2] / "data"
 TOLERANCE = 1e-4
@@ -22,14 +22,8 @@ TOLERANCE = 1e-4
 GREEDY = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
 
 
-def settings_for(model_dir: Path, **changes) -> EngineSettings:
-    values = dict(
-        model_dir=str(model_dir), accelerator="cpu", device_index=0, dtype="float32",
-        load_format="auto", max_model_len=512, max_num_seqs=4, kv_cache_gb=None,
-        gpu_memory_utilization=0.9, max_batched_tokens=512,
-        num_threads=1, report=lambda line: None, kv_dtype="float32",
-    )  # fmt: skip
-    return EngineSettings(**{**values, **changes})
+def open_model(model: str, **changes) -> ModelEngine:
+    return open_engine(DATA / model, **{"max_model_len": 512, "kv_dtype": "float32", **changes})
 
 
 @dataclass(frozen=True)
@@ -60,8 +54,11 @@ class Prompt:
 class Driver:
     """An engine whose logits a test can see. Sequence s has its own pages, in no particular order."""
 
-    def __init__(self, engine: DeepseekV41Engine) -> None:
+    def __init__(self, engine: ModelEngine) -> None:
         self.engine = engine
+        model = engine.model
+        assert isinstance(model, ServedDeepseekV41)
+        self.network, self.caches, self.engram = model.network, model.caches, model.engram
         self.keep_tokens = engine.info.layout.keep_tokens
 
     def prompt(self, ids, slot: int = 0) -> Prompt:
@@ -133,7 +130,7 @@ def make_driver():
     def make(model: str = "v41_tiny", **changes) -> Driver:
         key = (model, tuple(sorted(changes.items())))
         if key not in made:
-            made[key] = Driver(create_deepseek_v41_engine(settings_for(DATA / model, **changes)))
+            made[key] = Driver(open_model(model, **changes))
         return made[key]
 
     yield make
@@ -147,7 +144,7 @@ def new_driver():
     made: list[Driver] = []
 
     def make(model: str = "v41_tiny", **changes) -> Driver:
-        made.append(Driver(create_deepseek_v41_engine(settings_for(DATA / model, **changes))))
+        made.append(Driver(open_model(model, **changes)))
         return made[-1]
 
     yield make

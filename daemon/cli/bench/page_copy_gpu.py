@@ -35,7 +35,7 @@ from hicache.copies.row_copy import LINK_DIRECTION, Direction
 from hicache.errors import HostPoolError
 from hicache.pool.host_pool import HostPool, PoolGeometry
 from hicache.pool.segment import create_segment
-from workers.engine.host_memory import available_host_memory
+from workers.hardware.host_memory import available_host_memory
 
 CHOICES: Final[tuple[CopyChoice, ...]] = ("batch", "kernel", "auto")
 REPEATS: Final = 15

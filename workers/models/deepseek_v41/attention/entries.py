@@ -9,13 +9,15 @@ import numpy as np
 
 from workers.attention.row_tiles import Tile, position_tiles
 from workers.contract import PAGE_TOKENS
-from workers.models.deepseek_v41.attention.rows import IntArray, Span, ragged_arange
+from workers.models.deepseek_v41.attention.rows import Span, ragged_arange
 from workers.models.deepseek_v41.cache.row_layout import entries_per_page
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
+
+    from workers.attention.batch import IntArray, StepUpload
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Entries:
     tail_place: Tensor
     """int64 [N]."""
     tiles: list[Tile] | None
-    """None outside the exact mode."""
+    """None: results may depend on the batch."""
 
 
 def entry_runs(spans: Sequence[Span], ratio: int, store_from: Sequence[int]) -> IntArray:
@@ -55,55 +57,73 @@ def entry_runs(spans: Sequence[Span], ratio: int, store_from: Sequence[int]) -> 
     ).reshape(-1, 2)
 
 
-def entry_arrays(
-    spans: Sequence[Span], ratio: int, tail_ring: int, runs: IntArray
-) -> list[IntArray]:
-    """The host side of `Entries`, in the order in which `build_entries` takes it."""
-    entry = ragged_arange(runs[:, 0], runs[:, 1])
-    sequence = np.repeat(np.arange(len(spans), dtype=np.int32), runs[:, 1])
-    start, first_row, count, slot = (
-        np.array([getattr(s, name) for s in spans], np.int32)
-        for name in ("start", "first_row", "rows", "slot")
-    )
-    token = entry[:, None] * ratio + np.arange(ratio, dtype=np.int32)
-    own = len(spans) * tail_ring + (first_row - start)[sequence][:, None] + token
-    tail = sequence[:, None] * tail_ring + token % max(1, tail_ring)
-    members = np.where(token >= start[sequence][:, None], own, tail)
-    kept = np.minimum(count, tail_ring).astype(np.int32)
-    tail_rows = ragged_arange(first_row + count - kept, kept)
-    tail_positions = ragged_arange(start + count - kept, kept)
-    return [
-        entry,
-        sequence,
-        members.astype(np.int32).ravel(),
-        tail_rows,
-        np.repeat(slot, kept),
-        tail_positions % max(1, tail_ring),
-    ]
+@dataclass(frozen=True)
+class EntryInputs:
+    """The host's part of `Entries`. Tensors are int32 views of the step's upload."""
 
+    ratio: int
+    entry: Tensor
+    """[G]: number of the entry in its sequence."""
+    sequence: Tensor
+    """[G]: index of its sequence in the step."""
+    members: Tensor
+    """[G * ratio]."""
+    tail_rows: Tensor
+    tail_slot: Tensor
+    tail_place: Tensor
+    tiles: list[Tile] | None
 
-def build_entries(
-    ratio: int, uploaded: Iterator[Tensor], block_tables: Tensor, runs: IntArray, *, exact: bool
-) -> Entries:
-    """Make the device side from the uploaded `entry_arrays`.
+    @classmethod
+    def put(
+        cls,
+        spans: Sequence[Span],
+        ratio: int,
+        tail_ring: int,
+        store_from: Sequence[int],
+        upload: StepUpload,
+        *,
+        batch_invariant: bool,
+    ) -> EntryInputs:
+        runs = entry_runs(spans, ratio, store_from)
+        entry = ragged_arange(runs[:, 0], runs[:, 1])
+        sequence = np.repeat(np.arange(len(spans), dtype=np.int32), runs[:, 1])
+        start, first_row, count, slot = (
+            np.array([getattr(s, name) for s in spans], np.int32)
+            for name in ("start", "first_row", "rows", "slot")
+        )
+        token = entry[:, None] * ratio + np.arange(ratio, dtype=np.int32)
+        own = len(spans) * tail_ring + (first_row - start)[sequence][:, None] + token
+        tail = sequence[:, None] * tail_ring + token % max(1, tail_ring)
+        members = np.where(token >= start[sequence][:, None], own, tail)
+        kept = np.minimum(count, tail_ring).astype(np.int32)
+        tail_rows = ragged_arange(first_row + count - kept, kept)
+        tail_positions = ragged_arange(start + count - kept, kept)
+        tiles = None
+        if batch_invariant:  # by entry number
+            tiles = position_tiles([(int(first), int(number)) for first, number in runs])
+        return cls(
+            ratio=ratio,
+            entry=upload.put(entry),
+            sequence=upload.put(sequence),
+            members=upload.put(members.astype(np.int32).ravel()),
+            tail_rows=upload.put(tail_rows),
+            tail_slot=upload.put(np.repeat(slot, kept)),
+            tail_place=upload.put(tail_positions % max(1, tail_ring)),
+            tiles=tiles,
+        )
 
-    Args:
-        ratio: tokens to an entry.
-        uploaded: int64 tensors.
-        block_tables: int64 [B,P].
-        runs: see `entry_runs`.
-        exact: whether to cut tiles, by entry number.
-    """
-    entry, sequence, members, tail_rows, tail_slot, tail_place = (next(uploaded) for _ in range(6))
-    positions = entry * ratio
-    return Entries(
-        ratio=ratio,
-        positions=positions,
-        members=members.view(-1, ratio),
-        page=block_tables[sequence, positions // PAGE_TOKENS],
-        place=entry % entries_per_page(ratio),
-        tail_rows=tail_rows,
-        tail_slot=tail_slot,
-        tail_place=tail_place,
-        tiles=position_tiles([(int(f), int(n)) for f, n in runs]) if exact else None,
-    )
+    def entries(self, block_tables: Tensor) -> Entries:
+        """The device's part, once the upload is sent. `block_tables`: int64 [B,P]."""
+        entry = self.entry.long()
+        positions = entry * self.ratio
+        return Entries(
+            ratio=self.ratio,
+            positions=positions,
+            members=self.members.long().view(-1, self.ratio),
+            page=block_tables[self.sequence.long(), positions // PAGE_TOKENS],
+            place=entry % entries_per_page(self.ratio),
+            tail_rows=self.tail_rows.long(),
+            tail_slot=self.tail_slot.long(),
+            tail_place=self.tail_place.long(),
+            tiles=self.tiles,
+        )

@@ -11,16 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from workers.attention.row_tiles import RowFunction, Tile, map_rows, position_tiles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-IntArray = npt.NDArray[np.int32]
+    from workers.attention.batch import IntArray, StepUpload
 
 
 class Span(NamedTuple):
@@ -62,7 +59,7 @@ class Rows:
     written_place: Tensor
     """int64 [N]: position modulo R."""
     tiles: list[Tile] | None
-    """None outside the exact mode."""
+    """None: results may depend on the batch."""
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -76,52 +73,84 @@ class Rows:
         return map_rows(function, inputs, self.tiles, limit)
 
 
-def row_arrays(spans: Sequence[Span], ring: int) -> list[IntArray]:
-    """The host side of `Rows`, in the order in which `build_rows` takes it."""
-    counts = np.array([s.rows for s in spans], np.int32)
-    kept = np.minimum(counts, ring)
-    slots = np.array([s.slot for s in spans], np.int32)
-    first = np.array([s.first_row for s in spans], np.int32)
-    start = np.array([s.start for s in spans], np.int32)
-    written = ragged_arange(first + counts - kept, kept)
-    positions = ragged_arange(start, counts)
-    return [
-        positions,
-        np.repeat(np.arange(len(spans), dtype=np.int32), counts),
-        first,
-        start,
-        np.array([s.window_from for s in spans], np.int32),
-        written,
-        np.repeat(slots, kept),
-        positions[written] % ring,
-    ]
+@dataclass(frozen=True)
+class RowInputs:
+    """The host's part of `Rows`. Tensors are int32 views of the step's upload."""
 
+    spans: tuple[Span, ...]
+    window: int
+    ring: int
+    positions: Tensor
+    sequence: Tensor
+    first_row: Tensor
+    """[B]."""
+    start: Tensor
+    """[B]."""
+    window_from: Tensor
+    """[B]."""
+    written_rows: Tensor
+    written_slot: Tensor
+    written_place: Tensor
+    tiles: list[Tile] | None
 
-def build_rows(
-    spans: tuple[Span, ...], uploaded: Iterator[Tensor], window: int, ring: int, *, exact: bool
-) -> Rows:
-    """Make the device side from the uploaded `row_arrays`."""
-    positions, sequence, first, start, window_from, rows, slots, places = (
-        next(uploaded) for _ in range(8)
-    )
-    before = window - 1
-    back = torch.arange(-before, 1, device=positions.device)
-    seen = positions[:, None] + back
-    from_start = seen - start[sequence][:, None]
-    own = first[sequence][:, None] + from_start + len(spans) * before
-    earlier = sequence[:, None] * before + from_start + before
-    return Rows(
-        spans=spans,
-        positions=positions,
-        sequence=sequence,
-        history_place=(start[:, None] + back[:-1]) % ring,
-        window_index=torch.where(from_start >= 0, own, earlier),
-        window_valid=seen >= window_from[sequence][:, None],
-        written_rows=rows,
-        written_slot=slots,
-        written_place=places,
-        tiles=position_tiles([(s.start, s.rows) for s in spans]) if exact else None,
-    )
+    @classmethod
+    def put(
+        cls,
+        spans: tuple[Span, ...],
+        window: int,
+        ring: int,
+        upload: StepUpload,
+        *,
+        batch_invariant: bool,
+    ) -> RowInputs:
+        counts = np.array([s.rows for s in spans], np.int32)
+        kept = np.minimum(counts, ring)
+        slots = np.array([s.slot for s in spans], np.int32)
+        first = np.array([s.first_row for s in spans], np.int32)
+        start = np.array([s.start for s in spans], np.int32)
+        written = ragged_arange(first + counts - kept, kept)
+        positions = ragged_arange(start, counts)
+        return cls(
+            spans=spans,
+            window=window,
+            ring=ring,
+            positions=upload.put(positions),
+            sequence=upload.put(np.repeat(np.arange(len(spans), dtype=np.int32), counts)),
+            first_row=upload.put(first),
+            start=upload.put(start),
+            window_from=upload.put(np.array([s.window_from for s in spans], np.int32)),
+            written_rows=upload.put(written),
+            written_slot=upload.put(np.repeat(slots, kept)),
+            written_place=upload.put(positions[written] % ring),
+            tiles=position_tiles([(s.start, s.rows) for s in spans]) if batch_invariant else None,
+        )
+
+    @property
+    def count(self) -> int:
+        """How many rows there are."""
+        return len(self.positions)
+
+    def rows(self) -> Rows:
+        """The device's part, once the upload is sent."""
+        positions, sequence, start = (x.long() for x in (self.positions, self.sequence, self.start))
+        before = self.window - 1
+        back = torch.arange(-before, 1, device=positions.device)
+        seen = positions[:, None] + back
+        from_start = seen - start[sequence][:, None]
+        own = self.first_row.long()[sequence][:, None] + from_start + len(self.spans) * before
+        earlier = sequence[:, None] * before + from_start + before
+        return Rows(
+            spans=self.spans,
+            positions=positions,
+            sequence=sequence,
+            history_place=(start[:, None] + back[:-1]) % self.ring,
+            window_index=torch.where(from_start >= 0, own, earlier),
+            window_valid=seen >= self.window_from.long()[sequence][:, None],
+            written_rows=self.written_rows.long(),
+            written_slot=self.written_slot.long(),
+            written_place=self.written_place.long(),
+            tiles=self.tiles,
+        )
 
 
 def ragged_arange(starts: IntArray, counts: IntArray) -> IntArray:

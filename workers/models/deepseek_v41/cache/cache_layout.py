@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from workers.models.deepseek_v41.config.model_config import ModelConfig
 
 COMPUTE_VERSION: Final = 1
-"""See `workers.models.cache_layout.COMPUTE_VERSION`; this one is for pages and states of V4.1."""
+"""Enters the fingerprint. Raise it with a change of code that may change the numbers in a page or a state of
+the same model; what another version stored is then never hit."""
 
 
 def build_cache_layout(

@@ -113,13 +113,14 @@ class Layer(nn.Module):
             address,
             self.attn.attn_sink,
         )
-        exact = rows.tiles is not None
 
         def finish(stream: Tensor, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
             mix: Mix = self.hc_attn(stream)
             stream = expand(self.attn.output(heads, Rotation(cos, sin)), stream, mix)
             ffn_mix: Mix = self.hc_ffn(stream)
-            y = self.ffn(self.ffn_norm(collapse(stream, mix.pre)), one_row_tiles=exact)
+            y = self.ffn(
+                self.ffn_norm(collapse(stream, mix.pre)), one_row_tiles=rows.tiles is not None
+            )
             return expand(y, stream, ffn_mix), ffn_mix.pre
 
         stream, pre = rows.map(finish, stream, heads, rotation.cos, rotation.sin)

@@ -1,4 +1,4 @@
-"""From sequences and positions to the tensors of one forward pass, in one upload."""
+"""From sequences and positions to the tensors of one forward pass."""
 
 from __future__ import annotations
 
@@ -10,43 +10,16 @@ from torch import Tensor
 
 from workers.attention.row_tiles import Tile, position_tiles
 from workers.contract import PAGE_TOKENS
-from workers.engine.device import upload_int32
-from workers.models.deepseek_v41.attention.entries import build_entries, entry_arrays, entry_runs
-from workers.models.deepseek_v41.attention.rows import (
-    IntArray,
-    Rows,
-    Span,
-    build_rows,
-    ragged_arange,
-    row_arrays,
-)
+from workers.models.deepseek_v41.attention.entries import EntryInputs
+from workers.models.deepseek_v41.attention.rows import RowInputs, Rows, Span, ragged_arange
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from workers.attention.batch import BatchTensors, IntArray, LogitRow, Segment, StepUpload
     from workers.models.deepseek_v41.attention.entries import Entries
     from workers.models.deepseek_v41.cache.row_layout import ServingLayout
     from workers.models.deepseek_v41.config.model_config import ModelConfig
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive tokens of one sequence, at positions start .. start+count-1."""
-
-    slot: int
-    start: int
-    count: int
-    replay_from: int = 0
-    """First position that the decoder layers run on, and that their windows look at."""
-    window_from: int = 0
-    """First position that the encoder's windows look at: 0 unless their state was lost."""
-    store_from: int = 0
-    """Global KV of tokens before this position is in the pages already and is not written."""
-
-    @property
-    def end(self) -> int:
-        """Position after the last token."""
-        return self.start + self.count
 
 
 @dataclass(frozen=True)
@@ -69,7 +42,7 @@ class Step:
     logit_rows: Tensor
     """int64 [R]: rows of the decoder."""
     logit_tiles: list[Tile] | None
-    """None outside the exact mode."""
+    """None: results may depend on the batch."""
     engram: Mapping[int, Tensor]
     """By layer: the table rows of each token, [T, rows * head_dim]."""
 
@@ -81,77 +54,104 @@ class Step:
         return found[self.decoder_rows]
 
 
+@dataclass(frozen=True)
+class StepInputs:
+    """The host's part of a step, from `StepBuilder.prepare`. Tensors are int32 views of the step's upload."""
+
+    encoder: RowInputs
+    decoder: RowInputs
+    entries: tuple[EntryInputs, ...]
+    decoder_rows: Tensor
+    logit_rows: Tensor
+    logit_tiles: list[Tile] | None
+    pages: int
+    """That the longest of the sequences has."""
+    engram: Mapping[int, Tensor]
+
+    def step(self, tensors: BatchTensors) -> Step:
+        """The device's part, once the upload is sent."""
+        tables = tensors.block_table[tensors.slots, : self.pages].long()
+        kept = self.decoder.count
+        return Step(
+            token_ids=tensors.token_ids,
+            slots=tensors.slots,
+            block_tables=tables,
+            encoder=self.encoder.rows(),
+            decoder=self.decoder.rows() if kept else None,
+            decoder_rows=None if kept == self.encoder.count else self.decoder_rows.long(),
+            entries={inputs.ratio: inputs.entries(tables) for inputs in self.entries},
+            logit_rows=self.logit_rows.long(),
+            logit_tiles=self.logit_tiles,
+            engram=self.engram,
+        )
+
+
 class StepBuilder:
     """Builds steps for one model and one cache layout."""
 
-    def __init__(self, config: ModelConfig, layout: ServingLayout, *, exact: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, layout: ServingLayout, *, batch_invariant: bool
+    ) -> None:
         self._window = config.sliding_window
         self._layout = layout
-        self._exact = exact
+        self._batch_invariant = batch_invariant
         self._tail_rings = {
             config.compress_ratios[source]: layout.tail_rings.get(source, 0)
             for source in config.kv_source_layer_ids
         }
 
-    def build(
+    def prepare(
         self,
         segments: Sequence[Segment],
-        token_ids: Tensor,
-        block_table: Tensor,
-        logits_of: Sequence[tuple[int, int]],
+        logit_rows: Sequence[LogitRow],
         engram: Mapping[int, Tensor],
-    ) -> Step:
-        """The step that computes `segments`.
+        upload: StepUpload,
+        *,
+        window_from: Sequence[int] | None = None,
+        store_from: Sequence[int] | None = None,
+    ) -> StepInputs:
+        """The host's part of the step that computes `segments`.
 
         Args:
             segments: one a sequence.
-            token_ids: int64 [T] on the device.
-            block_table: int32 [slots, pages], of all slots, up to date.
-            logits_of: (index of the segment, position) of the rows whose logits are wanted; the
-                decoder must keep them.
+            logit_rows: the decoder must keep them.
             engram: see `Step.engram`.
+            upload: where to put what the device must know.
+            window_from: by segment, the first position that the encoder's windows look at: 0 unless their
+                state was lost. None: 0 for all.
+            store_from: by segment, global KV of tokens before this position is in the pages already and is
+                not written. None: 0 for all.
         """
-        encoder = _spans(segments, [s.start for s in segments], [s.window_from for s in segments])
+        nothing = [0] * len(segments)
+        encoder = _spans(segments, [s.start for s in segments], window_from or nothing)
         starts = [min(s.end, max(s.start, s.replay_from)) for s in segments]
         decoder = _spans(segments, starts, [s.replay_from for s in segments])
-        kept = sum(span.rows for span in decoder)
-        logit_rows = np.array(
-            [decoder[i].first_row + p - decoder[i].start for i, p in logits_of], np.int32
-        )
-        ratios = sorted(self._tail_rings)
-        runs = {r: entry_runs(encoder, r, [s.store_from for s in segments]) for r in ratios}
-        arrays = [
-            np.array([s.slot for s in segments], np.int32),
-            logit_rows,
-            _kept_rows(encoder, decoder),
-            *row_arrays(encoder, self._layout.encoder_ring),
-            *row_arrays(decoder, self._layout.decoder_ring),
+        rows_with_logits = [
+            decoder[i].first_row + position - decoder[i].start for i, position in logit_rows
         ]
-        for ratio in ratios:
-            arrays += entry_arrays(encoder, ratio, self._tail_rings[ratio], runs[ratio])
-        sent = iter([t.long() for t in upload_int32(arrays, token_ids.device)])
-        slots, rows_with_logits, decoder_rows = next(sent), next(sent), next(sent)
-        pages = max(s.end - 1 for s in segments) // PAGE_TOKENS + 1
-        tables = block_table[slots, :pages].long()
-        encoder_rows = build_rows(
-            encoder, sent, self._window, self._layout.encoder_ring, exact=self._exact
-        )
-        kept_rows = build_rows(
-            decoder, sent, self._window, self._layout.decoder_ring, exact=self._exact
-        )
-        return Step(
-            token_ids=token_ids,
-            slots=slots,
-            block_tables=tables,
-            encoder=encoder_rows,
-            decoder=kept_rows if kept else None,
-            decoder_rows=None if kept == len(token_ids) else decoder_rows,
-            entries={
-                ratio: build_entries(ratio, sent, tables, runs[ratio], exact=self._exact)
-                for ratio in ratios
-            },
-            logit_rows=rows_with_logits,
-            logit_tiles=position_tiles([(p, 1) for _, p in logits_of]) if self._exact else None,
+        invariant = self._batch_invariant
+        return StepInputs(
+            encoder=RowInputs.put(
+                encoder, self._window, self._layout.encoder_ring, upload, batch_invariant=invariant
+            ),
+            decoder=RowInputs.put(
+                decoder, self._window, self._layout.decoder_ring, upload, batch_invariant=invariant
+            ),
+            entries=tuple(
+                EntryInputs.put(
+                    encoder,
+                    ratio,
+                    tail_ring,
+                    store_from or nothing,
+                    upload,
+                    batch_invariant=invariant,
+                )
+                for ratio, tail_ring in sorted(self._tail_rings.items())
+            ),
+            decoder_rows=upload.put(_kept_rows(encoder, decoder)),
+            logit_rows=upload.put(np.array(rows_with_logits, np.int32)),
+            logit_tiles=position_tiles([(p, 1) for _, p in logit_rows]) if invariant else None,
+            pages=max(s.end - 1 for s in segments) // PAGE_TOKENS + 1,
             engram=engram,
         )
 

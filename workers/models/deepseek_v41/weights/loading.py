@@ -8,25 +8,28 @@ import torch
 
 from transport.wording import GIB
 from workers.contract import ModelLoadError
-from workers.engine.pool_sizing import free_memory
+from workers.hardware.device import free_memory
 from workers.models.deepseek_v41.model.model import DeepseekV41
 from workers.models.deepseek_v41.weights.load_progress import load_progress
 from workers.models.deepseek_v41.weights.placing import WeightLoader, weight_bytes
 
 if TYPE_CHECKING:
-    from workers.engine.settings import EngineSettings
+    from collections.abc import Callable
+
     from workers.models.deepseek_v41.config.model_config import ModelConfig
     from workers.models.deepseek_v41.weights.checkpoint import WeightSource
+    from workers.settings import EngineSettings
 
 
-def load_model(
+def load_network(
     settings: EngineSettings,
     config: ModelConfig,
     source: WeightSource,
     dtype: torch.dtype,
     device: torch.device,
+    report: Callable[[str], None],
 ) -> DeepseekV41:
-    """The model with all its weights on `device`.
+    """The model with all its weights on `device`; `report` is told how far it is.
 
     Raises:
         ModelLoadError: they do not fit, which is known before anything is read, or loading failed.
@@ -36,7 +39,7 @@ def load_model(
         needed, free = weight_bytes(model, source, dtype), free_memory(device)
         if needed > free:
             raise ModelLoadError(_too_big(settings, device, needed, free))
-        with load_progress("loading weights", settings.report) as progress:
+        with load_progress("loading weights", report) as progress:
             WeightLoader(model, source, dtype, device).load(progress)
     except ModelLoadError:
         raise

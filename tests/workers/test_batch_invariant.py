@@ -10,10 +10,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from tests.support import engines
 from transport.messages.generate import SamplingParams
 from workers.contract import DecodeRow, ModelLoadError, PromptChunk, StepPlan
-from workers.engine.settings import EngineSettings
-from workers.engine.torch_engine import TorchEngine, create_torch_engine
+from workers.engine.engine import ModelEngine
 
 SIZES = {
     "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
@@ -29,15 +29,10 @@ CONFIGS = {
 SAMPLING = SamplingParams(max_tokens=1, temperature=1.0, logprobs=5)
 
 
-def open_engine(folder: Path, deterministic: bool) -> TorchEngine:
-    return create_torch_engine(
-        EngineSettings(
-            model_dir=str(folder), accelerator="cpu", device_index=0, dtype="float32",
-            load_format="auto", max_model_len=512, max_num_seqs=4, kv_cache_gb=None,
-            gpu_memory_utilization=0.9, max_batched_tokens=512, num_threads=2,
-            report=lambda line: None, deterministic=deterministic,
-        )
-    )  # fmt: skip
+def open_engine(folder: Path, deterministic: bool) -> ModelEngine:
+    return engines.open_engine(
+        folder, max_model_len=512, num_threads=2, deterministic=deterministic
+    )
 
 
 @pytest.fixture(params=CONFIGS)
@@ -51,7 +46,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 class Run:
     """One sequence in slot 0, others around it; notes what the engine says of slot 0."""
 
-    def __init__(self, engine: TorchEngine) -> None:
+    def __init__(self, engine: ModelEngine) -> None:
         self.engine = engine
         self.steps = 0
         self.lengths: dict[int, int] = {}
@@ -85,7 +80,7 @@ def prompt(length: int) -> list[int]:
     return np.random.default_rng(length).integers(3, 160, length).tolist()
 
 
-def alone(engine: TorchEngine, tokens: list[int], output: int) -> list[tuple[int, bytes]]:
+def alone(engine: ModelEngine, tokens: list[int], output: int) -> list[tuple[int, bytes]]:
     run = Run(engine)
     run.step(chunks=[run.chunk(0, tokens, 0, len(tokens))])
     for _ in range(output):
@@ -93,7 +88,7 @@ def alone(engine: TorchEngine, tokens: list[int], output: int) -> list[tuple[int
     return run.seen
 
 
-def in_chunks(engine: TorchEngine, tokens: list[int], output: int) -> list[tuple[int, bytes]]:
+def in_chunks(engine: ModelEngine, tokens: list[int], output: int) -> list[tuple[int, bytes]]:
     """Most steps sample nothing."""
     run = Run(engine)
     for start in range(0, len(tokens), 45):
@@ -103,7 +98,7 @@ def in_chunks(engine: TorchEngine, tokens: list[int], output: int) -> list[tuple
     return run.seen
 
 
-def in_company(engine: TorchEngine, tokens: list[int], output: int) -> list[tuple[int, bytes]]:
+def in_company(engine: ModelEngine, tokens: list[int], output: int) -> list[tuple[int, bytes]]:
     run = Run(engine)
     run.step(chunks=[run.chunk(1, prompt(77), 0, 99), run.chunk(0, tokens, 0, 37)])
     run.step(chunks=[run.chunk(0, tokens, 37, 101), run.chunk(2, prompt(5), 0, 9)])

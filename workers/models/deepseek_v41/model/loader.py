@@ -1,4 +1,4 @@
-"""Makes a DeepSeek-V4.1 engine: reads the configuration, loads the weights, plans the memory."""
+"""Loads DeepSeek-V4.1: configuration, weights, Engram tables."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from workers.contract import EngineInfo, ModelLoadError
-from workers.engine.device import default_dtype, open_device
-from workers.engine.pool_sizing import allocating_pools, choose_context_length, size_pools
-from workers.models.cache_layout import weights_identity
+from workers.contract import ModelLoadError
+from workers.hardware.device import default_dtype
 from workers.models.deepseek_v41.cache.cache_layout import build_cache_layout
 from workers.models.deepseek_v41.cache.pools import ServingCaches
 from workers.models.deepseek_v41.cache.row_layout import (
     KVFormat,
-    ServingLayout,
     build_serving_layout,
 )
 from workers.models.deepseek_v41.config.config_file import read_config
@@ -31,71 +28,29 @@ from workers.models.deepseek_v41.engram.table import (
 )
 from workers.models.deepseek_v41.engram.token_map import dummy_token_map, load_token_map
 from workers.models.deepseek_v41.engram.warmup import EngramWarmup
-from workers.models.deepseek_v41.model.serving_engine import DeepseekV41Engine
+from workers.models.deepseek_v41.model.served import ServedDeepseekV41
 from workers.models.deepseek_v41.weights.checkpoint import open_checkpoint
 from workers.models.deepseek_v41.weights.dummy import DummyWeights
-from workers.models.deepseek_v41.weights.loading import load_model
+from workers.models.deepseek_v41.weights.loading import load_network
+from workers.models.served_model import LoadedModel, LoadObserver, choose_context_length
+from workers.models.weights_identity import weights_identity
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from workers.engine.device import DTypeName
-    from workers.engine.settings import EngineSettings
+    from workers.hardware.device import DTypeName
     from workers.models.deepseek_v41.config.model_config import ModelConfig
     from workers.models.deepseek_v41.model.model import DeepseekV41
     from workers.models.deepseek_v41.weights.checkpoint import WeightSource
     from workers.models.safetensors_header import StoredTensor
+    from workers.settings import EngineSettings
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """What an engine is made of, but for the pools."""
-
-    settings: EngineSettings
-    model: DeepseekV41
-    layout: ServingLayout
-    hashing: EngramHash | None
-    tables: Mapping[int, EngramTable]
-    warmup: EngramWarmup | None
-    dtype: torch.dtype
-    device: torch.device
-
-    def engine(self, info: EngineInfo) -> DeepseekV41Engine:
-        """An engine with pools of the sizes that `info` names."""
-        config = self.model.config
-        caches = ServingCaches(
-            config, self.layout, info.num_pages, info.max_num_seqs, self.device, self.dtype
-        )
-        engram = None
-        if self.hashing is not None:
-            engram = EngramLookup(
-                self.hashing,
-                self.tables,
-                info.max_num_seqs,
-                self.dtype,
-                self.device,
-                self.warmup,
-            )
-        return DeepseekV41Engine(
-            self.model,
-            caches,
-            engram,
-            info,
-            self.device,
-            exact=self.settings.deterministic,
-        )
-
-
-def create_deepseek_v41_engine(settings: EngineSettings) -> DeepseekV41Engine:
-    """Load a model and plan its memory.
-
-    Raises:
-        ModelLoadError: the model cannot be loaded or served here; one sentence says why.
-    """
+def load(settings: EngineSettings, device: torch.device, observer: LoadObserver) -> LoadedModel:
+    """A `LoadModel`."""
     model_dir = Path(settings.model_dir)
-    device = open_device(settings.accelerator, settings.device_index, settings.num_threads)
     config = read_config(model_dir, settings.hf_overrides)
     if settings.keep_tokens:
         config.check_keep_tokens(settings.keep_tokens)
@@ -104,26 +59,55 @@ def create_deepseek_v41_engine(settings: EngineSettings) -> DeepseekV41Engine:
     layout = build_serving_layout(
         config, kv_format, settings.keep_tokens, store_anchors=settings.stores_prefixes
     )
-    settings.check_layout(
+    observer.check_layout(
         build_cache_layout(config, layout, settings.keep_tokens, name, identity="")
     )
-    settings.report(f"loading deepseek_v41 weights as {name} to {device}, KV cache {kv_format}")
+    observer.report(f"loading deepseek_v41 weights as {name} to {device}, KV cache {kv_format}")
+    dtype: torch.dtype = getattr(torch, name)
     with torch.inference_mode():
-        parts, identity = _load(settings, config, layout, getattr(torch, name), device)
-    info = EngineInfo(
-        layout=build_cache_layout(config, layout, settings.keep_tokens, name, identity),
-        num_pages=0,
-        max_num_seqs=settings.max_num_seqs,
-        max_model_len=choose_context_length(settings.max_model_len, config.max_position_embeddings),
+        parts = _load_parts(settings, config, dtype, device, observer)
+
+    def serve(num_pages: int, num_slots: int) -> ServedDeepseekV41:
+        engram = None
+        if parts.hashing is not None:
+            engram = EngramLookup(
+                parts.hashing, parts.tables, num_slots, dtype, device, parts.warmup
+            )
+        return ServedDeepseekV41(
+            parts.network,
+            ServingCaches(config, layout, num_pages, num_slots, device, dtype),
+            engram,
+            batch_invariant=settings.deterministic,
+        )
+
+    return LoadedModel(
+        layout=build_cache_layout(config, layout, settings.keep_tokens, name, parts.identity),
         vocab_size=config.vocab_size,
         eos_token_ids=tuple(t for t in config.eos_token_ids if t < config.vocab_size),
-        # Engram rows of a decode are looked up on the host, from the token sampled before.
-        pipeline_depth=0 if device.type == "cpu" or config.engram_layer_ids else 1,
-        device=str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
+        max_model_len=choose_context_length(settings.max_model_len, config.max_position_embeddings),
+        needs_tokens_on_host=bool(config.engram_layer_ids),
+        serve=serve,
+        close=parts.close,
     )
-    info = size_pools(settings, info, device, parts.engine)
-    with allocating_pools(info, device):
-        return parts.engine(info)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What is loaded."""
+
+    network: DeepseekV41
+    hashing: EngramHash | None
+    tables: Mapping[int, EngramTable]
+    warmup: EngramWarmup | None
+    """Reads the tables meanwhile; None: nobody does."""
+    identity: str
+    """Digest of weights and token map."""
+
+    def close(self) -> None:
+        if self.warmup is not None:
+            self.warmup.close()
+        for table in self.tables.values():
+            table.close()
 
 
 def _dtype_name(settings: EngineSettings, config: ModelConfig, device: torch.device) -> DTypeName:
@@ -142,14 +126,13 @@ def _kv_format(settings: EngineSettings, config: ModelConfig, dtype: DTypeName) 
             return settings.kv_dtype
 
 
-def _load(
+def _load_parts(
     settings: EngineSettings,
     config: ModelConfig,
-    layout: ServingLayout,
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[_Parts, str]:
-    """The parts, and a digest of weights and token map."""
+    observer: LoadObserver,
+) -> _Parts:
     model_dir = Path(settings.model_dir)
     token_map: Tensor | None = None
     source: WeightSource
@@ -173,19 +156,15 @@ def _load(
         tables = {layer: open_engram_table(checkpoint, layer) for layer in config.engram_layer_ids}
         table_tensors = stored_tensors(checkpoint, config.engram_layer_ids)
         identity = weights_identity(model_dir)
-    model = load_model(settings, config, source, dtype, device)
-    parts = _Parts(
-        settings=settings,
-        model=model,
-        layout=layout,
+    network = load_network(settings, config, source, dtype, device, observer.report)
+    return _Parts(
+        network=network,
         hashing=None if token_map is None else EngramHash(config, token_map),
         tables=tables,
         # After the weights: both come from the same disk.
         warmup=EngramWarmup(table_tensors) if table_tensors else None,
-        dtype=dtype,
-        device=device,
+        identity=identity + _digest(token_map),
     )
-    return parts, identity + _digest(token_map)
 
 
 def _digest(token_map: Tensor | None) -> str:

@@ -1,28 +1,17 @@
-"""Which device a worker computes on, and how host data gets there without waiting."""
+"""Which device a worker computes on, and how much memory is left there."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from workers.contract import ModelLoadError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy.typing as npt
+from workers.hardware.host_memory import available_host_memory
 
 Accelerator = Literal["cpu", "nvidia"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
-
-
-def detect_accelerator() -> Accelerator:
-    """`nvidia` if PyTorch finds a usable CUDA GPU here, else `cpu`."""
-    return "nvidia" if torch.cuda.is_available() else "cpu"
 
 
 def open_device(accelerator: Accelerator, index: int, num_threads: int) -> torch.device:
@@ -58,17 +47,13 @@ def reserved_bytes(index: int) -> int:
     return int(torch.cuda.memory_reserved(index))
 
 
-def upload_int32(arrays: Sequence[npt.NDArray[np.int32]], device: torch.device) -> list[Tensor]:
-    """Copy int32 arrays to the device in one transfer; on a GPU it does not wait for the copy.
-
-    The pinned source belongs to PyTorch's caching host allocator, which reuses it only after the
-    copy has run.
-    """
-    lengths = [len(a) for a in arrays]
-    packed = torch.from_numpy(np.concatenate(arrays)) if arrays else torch.empty(0)
-    if device.type != "cpu":
-        packed = packed.pin_memory().to(device, non_blocking=True)
-    return list(torch.split(packed, lengths))
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be had where `device` computes."""
+    if device.type == "cpu":
+        return available_host_memory()
+    torch.cuda.empty_cache()  # what loading and trial steps left to PyTorch's own pool is free
+    free, _ = torch.cuda.mem_get_info(device)
+    return free
 
 
 def offline_environment() -> None:

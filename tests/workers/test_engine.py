@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from hicache.layout import CacheLayout
+from tests.support import engines
 from transport.messages.generate import SamplingParams
 from workers.contract import (
     DecodeRow,
@@ -34,9 +35,9 @@ from workers.contract import (
     StepPlan,
     StepResult,
 )
-from workers.engine import torch_engine
-from workers.engine.settings import EngineSettings
-from workers.engine.torch_engine import TorchEngine, create_torch_engine
+from workers.engine.engine import ModelEngine
+from workers.models.hf import model as hf_model
+from workers.models.served_model import LoadObserver
 
 VOCAB = 211
 COMMON = {
@@ -140,28 +141,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return get
 
 
-def open_engine(model_dir: Path, accelerator: str = "cpu", **changes: object) -> TorchEngine:
+def open_engine(model_dir: Path, accelerator: str = "cpu", **changes: object) -> ModelEngine:
     values: dict[str, object] = {
-        "model_dir": str(model_dir),
         "accelerator": accelerator,
-        "device_index": 0,
-        "dtype": "float32",
-        "load_format": "auto",
-        "max_model_len": None,
         "max_num_seqs": 5,
         "kv_cache_gb": None if accelerator == "cpu" else 0.1,
         "gpu_memory_utilization": 0.5,
-        "max_batched_tokens": 512,
-        "num_threads": 1,
-        "report": lambda line: None,
     }
-    return create_torch_engine(EngineSettings(**{**values, **changes}))
+    return engines.open_engine(model_dir, **{**values, **changes})
 
 
 class Driver:
     """Plays scheduler: slots are sequence numbers, pages are never reused."""
 
-    def __init__(self, engine: TorchEngine, sampling: SamplingParams) -> None:
+    def __init__(self, engine: ModelEngine, sampling: SamplingParams) -> None:
         self.engine = engine
         self.sampling = sampling
         # From the top, so that a page is never the one a zeroed table would name by accident.
@@ -414,6 +407,20 @@ def test_logprobs_are_the_models_own(checkpoints: Callable[[str], Path]) -> None
     np.testing.assert_allclose(entry.top_logprobs, want.topk(3).values, atol=1e-4)
 
 
+def test_a_placeholder_step_yields_nothing_and_changes_nothing(
+    checkpoints: Callable[[str], Path],
+) -> None:
+    engine = open_engine(checkpoints("llama"))
+    driver = Driver(engine, GREEDY)
+    driver.begin(0, make_prompt(5), 99)
+    for _ in range(3):
+        result = driver.run(StepPlan(77))
+        assert (result.step, result.tokens.tolist(), result.logprobs) == (77, [], {})
+        driver.decode([0])
+    assert driver.output(0) == expected_tokens(checkpoints("llama"), make_prompt(5), 4)
+    engine.close()
+
+
 def test_order_of_calls_is_checked(checkpoints: Callable[[str], Path]) -> None:
     engine = open_engine(checkpoints("llama"))
     driver = Driver(engine, GREEDY)
@@ -436,9 +443,9 @@ def test_a_layout_that_cannot_be_served_is_refused_before_the_weights_are_loaded
     def refuse(layout: CacheLayout) -> None:
         raise ModelLoadError(f"{layout.page_bytes} bytes a page are too many.")
 
-    monkeypatch.setattr(torch_engine, "load_model", None)  # not to be called
+    monkeypatch.setattr(hf_model, "load_weights", None)  # not to be called
     with pytest.raises(ModelLoadError, match=r"[1-9][0-9]+ bytes a page"):
-        open_engine(checkpoints("llama"), "cpu", check_layout=refuse)
+        open_engine(checkpoints("llama"), observer=LoadObserver(check_layout=refuse))
 
 
 def test_cudnn_plans_no_attention(checkpoints: Callable[[str], Path]) -> None:
@@ -489,7 +496,7 @@ def test_planned_pool_leaves_room_for_the_largest_step(
     """An unsized pool takes its share of the memory, and a full step still fits beside it."""
     engine = open_engine(checkpoints("llama"), "nvidia", kv_cache_gb=None, max_num_seqs=100_000)
     free, total = torch.cuda.mem_get_info()
-    assert 0.3 * total < engine.page_pool.rows.numel() < 0.55 * total
+    assert 0.3 * total < engine.model.pages.numel() < 0.55 * total
     assert free > 0.4 * total
     driver = Driver(engine, GREEDY)
     driver.begin(0, make_prompt(512), 512)

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers import DeepseekV3Config, Gemma3Config, LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from workers.attention.paged import PagePool
+from workers.attention.page_pool import PagePool
 from workers.contract import ModelLoadError
 from workers.engine.memory_plan import plan_pool
-from workers.models import cache_layout
-from workers.models.cache_layout import (
+from workers.models.hf import page_layout
+from workers.models.hf.page_layout import (
     DTYPE_BYTES,
     LayerShape,
     build_cache_layout,
     layer_shapes,
-    weights_identity,
 )
+from workers.models.weights_identity import weights_identity
 
 SHAPES = st.lists(
     st.builds(LayerShape, st.integers(1, 9), st.integers(1, 130), st.integers(1, 130)),
@@ -93,7 +93,7 @@ def test_fingerprint_depends_on_what_decides_the_bytes() -> None:
 
 def test_fingerprint_follows_the_version_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     before = build_cache_layout([LayerShape(2, 8, 8)], "float32", LlamaConfig(), "w").fingerprint
-    monkeypatch.setattr(cache_layout, "COMPUTE_VERSION", cache_layout.COMPUTE_VERSION + 1)
+    monkeypatch.setattr(page_layout, "COMPUTE_VERSION", page_layout.COMPUTE_VERSION + 1)
     after = build_cache_layout([LayerShape(2, 8, 8)], "float32", LlamaConfig(), "w").fingerprint
     assert after != before
 

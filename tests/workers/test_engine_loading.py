@@ -11,10 +11,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Phi3Config
 
+from tests.support import engines
 from transport.messages.generate import SamplingParams
 from workers.contract import ModelLoadError, PromptChunk, StepPlan
-from workers.engine.settings import EngineSettings
-from workers.engine.torch_engine import TorchEngine, create_torch_engine
+from workers.engine.engine import ModelEngine
+from workers.models.served_model import LoadObserver
 
 SMALL = {
     "vocab_size": 96,
@@ -30,22 +31,9 @@ SMALL = {
 }
 
 
-def open_engine(model_dir: Path, **changes: object) -> TorchEngine:
-    values: dict[str, object] = {
-        "model_dir": str(model_dir),
-        "accelerator": "cpu",
-        "device_index": 0,
-        "dtype": "auto",
-        "load_format": "auto",
-        "max_model_len": None,
-        "max_num_seqs": 3,
-        "kv_cache_gb": None,
-        "gpu_memory_utilization": 0.9,
-        "max_batched_tokens": 256,
-        "num_threads": 1,
-        "report": lambda line: None,
-    }
-    return create_torch_engine(EngineSettings(**{**values, **changes}))
+def open_engine(model_dir: Path, **changes: object) -> ModelEngine:
+    values = {"dtype": "auto", "max_num_seqs": 3, "max_batched_tokens": 256}
+    return engines.open_engine(model_dir, **{**values, **changes})
 
 
 def refusal(model_dir: Path, **changes: object) -> str:
@@ -149,14 +137,14 @@ def test_a_gpu_that_is_not_there_is_refused(llama_dir: Path) -> None:
 
 def test_engine_reports_what_it_offers(llama_dir: Path) -> None:
     lines: list[str] = []
-    engine = open_engine(llama_dir, report=lines.append)
+    engine = open_engine(llama_dir, observer=LoadObserver(report=lines.append))
     info = engine.info
     assert (info.vocab_size, info.max_model_len, info.max_num_seqs) == (96, 512, 3)
     assert info.eos_token_ids == (7, 5, 2)
     assert info.num_pages == 3 * 4
     assert info.pipeline_depth == 0
     assert {t.dtype for t in info.layout.page_tensors} == {"float32"}
-    assert engine.page_pool.rows.shape == (12, info.layout.page_bytes)
+    assert engine.model.pages.shape == (12, info.layout.page_bytes)
     assert "float32" in lines[0] and "12 pages" in lines[-1]
     again = open_engine(llama_dir, max_num_seqs=1)
     assert again.info.layout.fingerprint == info.layout.fingerprint

@@ -18,7 +18,6 @@ from workers.contract import PAGE_TOKENS, ModelLoadError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from transformers import PreTrainedConfig
 
@@ -29,8 +28,6 @@ COMPUTE_VERSION: Final = 1
 same model: where they lie, how they are rounded, what they are computed from. Pages of another version
 are then never hit nor taken over from another instance."""
 
-_WEIGHT_SAMPLES: Final = 64
-_SAMPLE_BYTES: Final = 64 * 1024
 # Facts about the file or the software that wrote it, not about the model.
 _VOLATILE_KEYS: Final = frozenset(
     {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
@@ -109,25 +106,6 @@ def fingerprint(config: PreTrainedConfig, identity: str, layout: CacheLayout) ->
     }
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def weights_identity(model_dir: Path) -> str:
-    """Digest of the safetensors files: sizes, headers and evenly spread samples of their content.
-
-    Samples tell two fine-tunes of one architecture apart without reading every byte.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(model_dir.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size};".encode())
-        with path.open("rb") as file:
-            for sample in range(_WEIGHT_SAMPLES):
-                position = sample * size // _WEIGHT_SAMPLES
-                file.seek(position)
-                digest.update(file.read(_SAMPLE_BYTES))
-                if size <= _SAMPLE_BYTES:
-                    break
-    return digest.hexdigest()
 
 
 def _required(config: PreTrainedConfig, name: str) -> int:

@@ -123,7 +123,7 @@ def _spec(
 SettingsT = TypeVar("SettingsT", bound=msgspec.Struct)
 
 
-def _settings(kind: type[SettingsT], config: InstanceConfig, **found: object) -> SettingsT:
+def _settings(kind: type[SettingsT], config: InstanceConfig, /, **found: object) -> SettingsT:
     """What was `found` out, and each option that has a field of its name in `kind`."""
     names = {field.name for field in msgspec.structs.fields(kind)}
     options = {name: value for name, value in vars(config).items() if name in names}
@@ -150,34 +150,29 @@ def _worker(plan: InstancePlan, rank: DpRank, pool_fds: Sequence[int]) -> ChildS
     on_gpu = plan.accelerator == "nvidia"
     threads = 1 if on_gpu else max(usable_cores() // config.dp, 1)
     process = _process(plan, process_name("worker", rank), "worker")
-    engine = EngineSettings(
+    engine = _settings(
+        EngineSettings,
+        config,
         kind=config.engine,
         fake_step_seconds=config.fake_step_ms / 1000,
         model_dir=str(plan.model_dir),
         accelerator=plan.accelerator,
         num_threads=threads,
-        dtype=config.dtype,
-        load_format=config.load_format,
         hf_overrides=read_overrides(config.hf_overrides),
-        max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs or (256 if on_gpu else 32),
         max_batched_tokens=config.max_batched_tokens or (8192 if on_gpu else 512),
-        kv_cache_gb=config.kv_cache_gb,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        kv_dtype=config.kv_dtype,
         keep_tokens=config.yoco_keep_tokens,
-        deterministic=config.deterministic,
         stores_prefixes=bool(pool_fds),
     )
-    settings = WorkerSettings(
+    settings = _settings(
+        WorkerSettings,
+        config,
         process=process,
         rank=rank,
         engine=engine,
-        prefill_any_interval=config.prefill_any_interval,
         hicache_fd=pool_fds[0] if pool_fds else None,
         hicache_bytes=plan.hicache_bytes,
         hicache_states=plan.hicache_states,
-        hicache_copy=config.hicache_copy,
     )
     # Threads that wait for each other must not spin: on a busy machine they would hold the very core
     # that the last one needs, and a step took ten times as long.

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from daemon.configuration.config import InstanceConfig
+from daemon.instance import role_settings
 from daemon.instance.role_settings import child_specs, make_plan
 from daemon.router.settings import RouterSettings
 from frontend.settings import FrontendSettings, TokenizerSettings
@@ -25,7 +26,7 @@ def told(tmp_path):
     """told(**options): the settings of each process by its name, as the process reads them."""
 
     def make(**options) -> dict[str, msgspec.Struct]:
-        config = InstanceConfig(accelerator="cpu", **options)
+        config = InstanceConfig(**{"accelerator": "cpu", **options})
         plan = make_plan(config, tmp_path, tmp_path / "run", os.getpid())
         specs = child_specs(plan, listen_fd=7, pool_fds=[8, 9])
         return {
@@ -68,6 +69,37 @@ def test_a_frontend_is_told_its_options(told, tmp_path, monkeypatch):
     assert (frontend.stream_high_water_bytes, frontend.slow_reader_seconds) == (6144, 7.0)
     assert (frontend.retry_after_seconds, frontend.drain_seconds) == (8, 9.0)
     assert frontend.sampling_defaults.temperature == 1.0
+
+
+def test_a_worker_is_told_its_options(told, tmp_path):
+    worker = told(
+        dp=2, engine="fake", fake_step_ms=20.0, dtype="bfloat16", load_format="dummy",
+        hf_overrides='{"num_hidden_layers": 2}', max_model_len=3, max_num_seqs=4,
+        max_batched_tokens=5, prefill_any_interval=6, kv_cache_gb=7.0, kv_dtype="bf16",
+        yoco_keep_tokens=8, deterministic=True, gpu_memory_utilization=0.5, hicache_size_gb=1.0,
+        hicache_state_slots=9, hicache_copy="kernel",
+    )["worker/1"]  # fmt: skip
+    engine = worker.engine
+    assert (worker.rank, worker.prefill_any_interval, worker.hicache_copy) == (1, 6, "kernel")
+    assert (worker.hicache_fd, worker.hicache_bytes, worker.hicache_states) == (9, 1 << 30, 9)
+    assert (engine.kind, engine.fake_step_seconds, engine.model_dir) == (
+        "fake",
+        0.02,
+        str(tmp_path),
+    )
+    assert (engine.dtype, engine.load_format, engine.kv_dtype) == ("bfloat16", "dummy", "bf16")
+    assert engine.hf_overrides == {"num_hidden_layers": 2}
+    assert (engine.max_model_len, engine.max_num_seqs, engine.max_batched_tokens) == (3, 4, 5)
+    assert (engine.kv_cache_gb, engine.gpu_memory_utilization) == (7.0, 0.5)
+    assert (engine.keep_tokens, engine.deterministic, engine.stores_prefixes) == (8, True, True)
+
+
+@pytest.mark.parametrize(("accelerator", "wanted"), [("cpu", (32, 512)), ("nvidia", (256, 8192))])
+def test_what_is_left_open_depends_on_the_device(told, monkeypatch, accelerator, wanted):
+    monkeypatch.setattr(role_settings, "nvidia_devices", lambda: ["3"])
+    engine = told(accelerator=accelerator)["worker/0"].engine
+    assert (engine.max_num_seqs, engine.max_batched_tokens) == wanted
+    assert engine.accelerator == accelerator
 
 
 def test_all_share_one_configuration_and_one_daemon(told):

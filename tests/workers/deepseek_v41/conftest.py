@@ -17,6 +17,8 @@ from workers.engine.engine import ModelEngine
 from workers.models.deepseek_v41.model.served import ServedDeepseekV41
 
 DATA = Path(__file__).parents[2] / "data"
+TOLERANCE = 1e-4
+"""Between float32 logits and golden ones; measured are 1.2e-5 to 3.3e-5."""
 GREEDY = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
 
 
@@ -83,6 +85,32 @@ class Driver:
             self.engine.force_token(slot, token)
         rows = tuple(DecodeRow(slot, position) for slot, (_, position) in tokens.items())
         return self.engine.logits(StepPlan(0, decodes=rows))
+
+    def follow(self, prompt: Prompt, last: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+        """Logits [n, V] that each of the n tokens was chosen from, after a prefill that ended with
+        `last`. The tokens are fed whatever the logits say: near ties fall differently on other
+        processors, and free-running comparisons part there."""
+        logits = [last]
+        for position, token in enumerate(tokens[:-1], len(prompt.ids)):
+            logits.append(self.decode({prompt.slot: (token, position)})[0])
+        return torch.stack(logits)
+
+    def check_golden(
+        self,
+        golden: dict[str, torch.Tensor],
+        key: str,
+        prompt: Prompt,
+        logits: torch.Tensor,
+        steps: int = 32,
+        tolerance: float = TOLERANCE,
+    ) -> None:
+        """The prompt's last rows, then decode steps, against the golden values under `key`."""
+        rows, tokens = golden[f"{key}.logits_last16"], golden[f"{key}.greedy"][:steps].tolist()
+        torch.testing.assert_close(logits[-16:].cpu(), rows, atol=tolerance, rtol=0)
+        followed = self.follow(prompt, logits[-1], tokens).cpu()
+        wanted = golden[f"{key}.decode_logits"][:steps]
+        torch.testing.assert_close(followed, wanted, atol=tolerance, rtol=0)
+        assert followed.argmax(-1).tolist() == tokens
 
     def continue_greedily(self, prompt: Prompt, last: torch.Tensor, count: int = 32):
         """Tokens and the logits that each was taken from, after a prefill that ended with `last`."""

@@ -42,7 +42,7 @@ def run(new_driver, golden):
 
 
 def test_no_mistake(run):
-    assert run.worst_difference() < 1e-3
+    assert run.worst_difference() < 1e-4
 
 
 def test_engram_look_back_lost_between_steps(run):

@@ -38,16 +38,6 @@ def copy_pages(driver, source, target, count):
         pages[target.pages[block]] = pages[source.pages[block]]
 
 
-def check(driver, golden, prompt, logits):
-    expected = golden("v41_tiny", "golden_replay")
-    torch.testing.assert_close(
-        logits[-16:], expected["p300.keep24.logits_last16"], atol=1e-3, rtol=0
-    )
-    tokens, decoded = driver.continue_greedily(prompt, logits[-1])
-    torch.testing.assert_close(decoded, expected["p300.keep24.decode_logits"], atol=1e-3, rtol=0)
-    assert tokens == expected["p300.keep24.greedy"].tolist()
-
-
 @pytest.mark.parametrize("chunk", [1000, 100])
 @pytest.mark.parametrize("position", [128, 256])
 def test_a_prefix_hit_gives_the_numbers_of_a_cold_run(driver, golden, ids, position, chunk):
@@ -60,7 +50,8 @@ def test_a_prefix_hit_gives_the_numbers_of_a_cold_run(driver, golden, ids, posit
         hit = driver.prompt(ids, slot=1)
         copy_pages(driver, owner, hit, position // 128)
         load_state(driver, 1, state, position)
-        check(driver, golden, hit, driver.prefill(hit, chunk, start=position))
+        logits = driver.prefill(hit, chunk, start=position)
+        driver.check_golden(golden("v41_tiny", "golden_replay"), "p300.keep24", hit, logits)
 
 
 def test_both_anchors_of_a_prompt_can_be_cut(driver, ids):
@@ -96,7 +87,7 @@ def test_without_bounded_replay_a_hit_is_exact_too(make_driver, golden, ids):
     load_state(driver, 1, cut_state(driver, 0, 256), 256)
     logits = driver.prefill(hit, start=256)
     expected = golden("v41_tiny", "golden")["p300.logits_last16"]
-    torch.testing.assert_close(logits[-16:], expected, atol=1e-3, rtol=0)
+    torch.testing.assert_close(logits[-16:], expected, atol=1e-4, rtol=0)
 
 
 def test_lost_windows_are_replayed_from_the_embeddings(driver, golden, ids):
@@ -122,12 +113,5 @@ def test_lost_windows_are_replayed_from_the_embeddings(driver, golden, ids):
         table = torch.tensor([cold.pages], dtype=torch.int32)
         tensors = batch_tensors([segment], torch.tensor(ids[begin:]), table)
         logits = driver.network(inputs.step(tensors), caches)
-    expected = golden("v41_tiny", "golden_replay")
-    torch.testing.assert_close(
-        logits, expected["p300.hit256.keep24.logits_last16"], atol=1e-3, rtol=0
-    )
-    tokens, decoded = driver.continue_greedily(cold, logits[-1])
-    assert tokens == expected["p300.hit256.keep24.greedy"].tolist()
-    torch.testing.assert_close(
-        decoded, expected["p300.hit256.keep24.decode_logits"], atol=1e-3, rtol=0
-    )
+    assert len(logits) == 16
+    driver.check_golden(golden("v41_tiny", "golden_replay"), "p300.hit256.keep24", cold, logits)

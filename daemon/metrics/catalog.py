@@ -1,4 +1,4 @@
-"""Every metric of an instance, once: name, kind, labels, meaning. `doc/metrics.md` is made from it.
+"""Every metric of an instance, once: name, kind, labels, meaning. `doc/metrics.md` shows it.
 
 Processes send values by name; the daemon adds the prefix, and the `rank` label to what a worker
 sends. Names follow vLLM where it has one, else SGLang, so that dashboards carry over.
@@ -167,14 +167,3 @@ METRICS: Final[tuple[Metric, ...]] = (
 )  # fmt: skip
 
 BY_NAME: Final[dict[str, Metric]] = {metric.name: metric for metric in METRICS}
-
-
-def markdown_table() -> str:
-    lines = ["| metric | kind | labels | counted by | meaning |", "|---|---|---|---|---|"]
-    for metric in METRICS:
-        labels = ", ".join(f"`{label}`" for label in metric.labels)
-        sources = ", ".join(metric.sources)
-        lines.append(
-            f"| `{metric.exposed_name}` | {metric.kind} | {labels} | {sources} | {metric.help} |"
-        )
-    return "\n".join(lines) + "\n"

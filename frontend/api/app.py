@@ -11,11 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
-from frontend.api.dialect import Dialect
-from frontend.api.openai_chat import read_chat
-from frontend.api.openai_chat_answer import ChatWriter
-from frontend.api.openai_completions import read_completion
-from frontend.api.openai_completions_answer import CompletionWriter
+from frontend.api.openai_chat import CHAT
+from frontend.api.openai_completions import COMPLETIONS
 from frontend.api.routes_generate import GenerateEndpoint
 from frontend.api.routes_status import (
     CacheFlush,
@@ -34,8 +31,6 @@ from frontend.services import Services
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Served without an API key: probes have none."""
-CHAT = Dialect("chatcmpl-", read_chat, ChatWriter)
-COMPLETIONS = Dialect("cmpl-", read_completion, CompletionWriter)
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 log = logging.getLogger(__name__)

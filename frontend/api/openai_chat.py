@@ -1,76 +1,22 @@
-"""The body of `/v1/chat/completions`."""
+"""`/v1/chat/completions`: the body, and the answer, which is a `chat.completion` or its chunks."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, assert_never
 
 import msgspec
 from msgspec import Meta
 
-from frontend.api.openai_messages import AnyMessage, ToolChoice, normalize_messages, offered_tools
-from frontend.api.sampling import GenerationBody, TopLogprobs
-from frontend.conversation import Conversation
+from frontend.api.dialect import Dialect
+from frontend.api.openai_answer import OpenAIWriter
+from frontend.api.openai_conversation import ConversationBody, Messages
+from frontend.api.sampling import TopLogprobs
 from frontend.errors import bad_request
+from frontend.generation.collected import CollectedChoice
+from frontend.generation.deltas import Delta, Finish, Reasoning, Text, ToolCall
+from frontend.generation.logprobs import TokenLogprob
 from frontend.generation.request import GenerationRequest, ModelLimits, chat_prompt
-from frontend.http.json_body import decode_body
-
-Messages = Annotated[list[AnyMessage], Meta(min_length=1)]
-
-RESERVED_KWARGS = frozenset(
-    {
-        "chat_template",
-        "conversations",
-        "documents",
-        "messages",
-        "raise_exception",
-        "return_assistant_tokens_mask",
-        "self",
-        "strftime_now",
-        "tokenize",
-        "tools",
-    }
-)
-"""Arguments of the template, or of who calls it, that are not the client's to set."""
-
-
-class ConversationBody(GenerationBody, frozen=True, kw_only=True):
-    """All that a chat's prompt is made of, but the messages."""
-
-    tools: Annotated[list[dict[str, object]], Meta(max_length=1024)] | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    functions: Annotated[None, Meta(description="absent: use tools")] = None
-    function_call: Annotated[None, Meta(description="absent: use tool_choice")] = None
-    reasoning_effort: str | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, object] | None = None
-    """May hold the three fields before it too, as with other servers; then they count."""
-
-    def conversation(self, messages: list[AnyMessage]) -> Conversation:
-        """
-        Raises:
-            ApiError: 400, naming the field.
-        """
-        kwargs = dict(self.chat_template_kwargs or {})
-        for name in RESERVED_KWARGS.intersection(kwargs):
-            raise bad_request(f"chat_template_kwargs must not set {name}.", "chat_template_kwargs")
-        opens = _take_switch(kwargs, "add_generation_prompt", self.add_generation_prompt)
-        continues = _take_switch(kwargs, "continue_final_message", self.continue_final_message)
-        if opens and continues:
-            raise bad_request(
-                "The request asks both for a new turn (add_generation_prompt) and for the last one "
-                "to go on (continue_final_message): choose one.",
-                "chat_template_kwargs" if self.chat_template_kwargs else "continue_final_message",
-            )
-        return Conversation(
-            messages=normalize_messages(messages),
-            tools=offered_tools(self.tools or [], self.tool_choice or "auto"),
-            reasoning_effort=None if "reasoning_effort" in kwargs else self.reasoning_effort,
-            template_kwargs=kwargs,
-            add_generation_prompt=opens is not False and not continues,
-            continue_final_message=continues or False,
-        )
+from frontend.http.json_body import JsonObject, decode_body
 
 
 class ChatBody(ConversationBody, frozen=True, kw_only=True):
@@ -98,18 +44,6 @@ class ChatBody(ConversationBody, frozen=True, kw_only=True):
         return self.generation(prompts, limits, limits.max_model_len, logprobs)
 
 
-def _take_switch(kwargs: dict[str, object], name: str, field: bool | None) -> bool | None:
-    """Take an argument out of `kwargs`; where it is not there, the body's own field counts."""
-    value = kwargs.pop(name, None)
-    if value is None:
-        return field
-    if not isinstance(value, bool):
-        raise bad_request(
-            f"chat_template_kwargs.{name} must be true or false.", "chat_template_kwargs"
-        )
-    return value
-
-
 _DECODER = msgspec.json.Decoder(ChatBody)
 
 
@@ -119,3 +53,80 @@ def read_chat(body: bytes, limits: ModelLimits) -> GenerationRequest:
         ApiError: 400 or 404, naming the field.
     """
     return decode_body(body, _DECODER).to_generation(limits)
+
+
+class ChatWriter(OpenAIWriter):
+    """Reasoning is `reasoning_content`, as vLLM and DeepSeek name it: OpenAI has no word for it."""
+
+    answer_kind = "chat.completion"
+    event_kind = "chat.completion.chunk"
+
+    def _opening(self, number: int) -> JsonObject:
+        return _chunk(number, {"role": "assistant", "content": ""}, None)
+
+    def _piece(self, number: int, delta: Delta) -> JsonObject:
+        match delta:
+            case Text(text, logprob):
+                return _chunk(number, {"content": text}, self._logprobs_of(logprob))
+            case Reasoning(text, logprob):
+                return _chunk(number, {"reasoning_content": text}, self._logprobs_of(logprob))
+            case ToolCall():
+                return _chunk(number, {"tool_calls": [_call_piece(delta)]}, None)
+            case Finish(reason):
+                return _chunk(number, {}, None, reason)
+            case _:
+                assert_never(delta)
+
+    def _whole(self, number: int, choice: CollectedChoice) -> JsonObject:
+        calls = choice.tool_calls
+        message: JsonObject = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
+        if calls:
+            message["content"] = choice.text or None
+            message["tool_calls"] = [_whole_call(call) for call in calls]
+        return {
+            "index": number,
+            "message": message,
+            "logprobs": self._logprobs(choice.logprobs) if self._with_logprobs else None,
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _logprobs_of(self, logprob: TokenLogprob | None) -> JsonObject | None:
+        return None if logprob is None else self._logprobs([logprob])
+
+    def _logprobs(self, logprobs: list[TokenLogprob]) -> JsonObject:
+        return {"content": [self._entry(entry) for entry in logprobs], "refusal": None}
+
+    def _entry(self, logprob: TokenLogprob) -> JsonObject:
+        entry = self._token(logprob.token_id, logprob.logprob)
+        entry["top_logprobs"] = [self._token(*pair) for pair in logprob.top]
+        return entry
+
+    def _token(self, token_id: int, value: float) -> JsonObject:
+        return {
+            "token": self._texts.token_text(token_id),
+            "logprob": value,
+            "bytes": list(self._texts.token_bytes(token_id)),
+        }
+
+
+def _chunk(
+    number: int, delta: JsonObject, logprobs: JsonObject | None, reason: str | None = None
+) -> JsonObject:
+    return {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _whole_call(call: ToolCall) -> JsonObject:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _call_piece(call: ToolCall) -> JsonObject:
+    """A call's beginning names everything; its further pieces say only which call they belong to."""
+    if call.id:
+        return {"index": call.index, **_whole_call(call)}
+    return {"index": call.index, "function": {"arguments": call.arguments}}
+
+
+CHAT = Dialect("chatcmpl-", read_chat, ChatWriter)

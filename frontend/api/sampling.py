@@ -47,8 +47,8 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_
 
 
 class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of the bodies that generate. Fields that only the answer to 'is it well-formed?' reads are
-    those that clients send by default and that have no effect here."""
+    """Base of the bodies that generate. `user` and `metadata`, which clients send by default, are checked
+    and have no effect."""
 
     model: str | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from frontend.api.openai_chat import ConversationBody, Messages
+from frontend.api.openai_conversation import ConversationBody, Messages
 from frontend.api.routes_generate import receive_body
 from frontend.api.sampling import TokenId, check_ids, check_model
 from frontend.errors import bad_request

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from daemon.metrics.catalog import BY_NAME, METRICS, markdown_table
+from daemon.metrics.catalog import BY_NAME, METRICS
 from daemon.metrics.exposition import MetricsExporter
 from transport.messages.telemetry import Snapshot
 from transport.telemetry.metrics import MetricSet
@@ -303,14 +303,6 @@ def test_names_are_unique_and_valid():
         assert re.fullmatch(r"[a-z][a-z0-9_]*", metric.name)
         assert not metric.name.endswith(("_total", "_bucket", "_sum", "_count"))
         assert "running" not in metric.name or metric.name == "num_requests_running"
-
-
-def test_the_documentation_is_up_to_date():
-    text = (ROOT / "doc" / "metrics.md").read_text()
-    assert markdown_table() in text, (
-        "doc/metrics.md is out of date: replace its table with the output of\n"
-        "python -c 'from daemon.metrics.catalog import markdown_table; print(markdown_table())'"
-    )
 
 
 def test_snapshots_survive_the_wire(make_child, make_view):

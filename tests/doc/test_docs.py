@@ -17,6 +17,7 @@ import pytest
 
 from daemon.cli.main import app
 from daemon.configuration.config import InstanceConfig
+from daemon.metrics.catalog import METRICS
 from transport import messages
 from transport.messages.any import AnyMessage
 from transport.messages.base import Message
@@ -70,12 +71,27 @@ def option_table() -> str:
     return "\n".join(rows) + "\n"
 
 
+def metric_table() -> str:
+    rows = ["| metric | kind | labels | counted by | meaning |", "|---|---|---|---|---|"]
+    for metric in METRICS:
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        sources = ", ".join(metric.sources)
+        rows.append(
+            f"| `{metric.exposed_name}` | {metric.kind} | {labels} | {sources} | {metric.help} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
 def test_the_message_table_is_true():
     check_block("wire_protocol.md", "messages", message_table())
 
 
 def test_the_option_table_is_true():
     check_block("configuration.md", "options", option_table())
+
+
+def test_the_metric_table_is_true():
+    check_block("metrics.md", "metrics", metric_table())
 
 
 def test_every_message_is_in_the_union():

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models
 
 from frontend.api.openai_chat import ChatBody, read_chat
 from frontend.api.openai_completions import CompletionBody, read_completion
-from frontend.api.openai_messages import (
+from frontend.api.openai_conversation import (
     AssistantMessage,
     CalledFunction,
     MessageToolCall,

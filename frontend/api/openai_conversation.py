@@ -1,4 +1,5 @@
-"""Messages and tools as OpenAI's clients write them, and what they are in a `Conversation`."""
+"""The part of a body that a chat's prompt is made of, as OpenAI's clients write it, and the `Conversation`
+that it becomes."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from frontend.conversation import Message, ToolCall
+from frontend.api.sampling import GenerationBody
+from frontend.conversation import Conversation, Message, ToolCall
 from frontend.errors import bad_request
 from frontend.http.refusals import refusal
 
@@ -108,7 +110,78 @@ ToolChoice = Annotated[
 ]
 
 
-def normalize_messages(messages: list[AnyMessage]) -> list[Message]:
+Messages = Annotated[list[AnyMessage], Meta(min_length=1)]
+
+RESERVED_KWARGS = frozenset(
+    {
+        "chat_template",
+        "conversations",
+        "documents",
+        "messages",
+        "raise_exception",
+        "return_assistant_tokens_mask",
+        "self",
+        "strftime_now",
+        "tokenize",
+        "tools",
+    }
+)
+"""Arguments of the template, or of who calls it, that are not the client's to set."""
+
+
+class ConversationBody(GenerationBody, frozen=True, kw_only=True):
+    """All that a chat's prompt is made of, but the messages."""
+
+    tools: Annotated[list[dict[str, object]], Meta(max_length=1024)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[None, Meta(description="absent: use tools")] = None
+    function_call: Annotated[None, Meta(description="absent: use tool_choice")] = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    """May hold the three fields before it too, as with other servers; then they count."""
+
+    def conversation(self, messages: list[AnyMessage]) -> Conversation:
+        """
+        Raises:
+            ApiError: 400, naming the field.
+        """
+        kwargs = dict(self.chat_template_kwargs or {})
+        for name in RESERVED_KWARGS.intersection(kwargs):
+            raise bad_request(f"chat_template_kwargs must not set {name}.", "chat_template_kwargs")
+        opens = _take_switch(kwargs, "add_generation_prompt", self.add_generation_prompt)
+        continues = _take_switch(kwargs, "continue_final_message", self.continue_final_message)
+        if opens and continues:
+            raise bad_request(
+                "The request asks both for a new turn (add_generation_prompt) and for the last one "
+                "to go on (continue_final_message): choose one.",
+                "chat_template_kwargs" if self.chat_template_kwargs else "continue_final_message",
+            )
+        return Conversation(
+            messages=_normalize_messages(messages),
+            tools=_offered_tools(self.tools or [], self.tool_choice or "auto"),
+            reasoning_effort=None if "reasoning_effort" in kwargs else self.reasoning_effort,
+            template_kwargs=kwargs,
+            add_generation_prompt=opens is not False and not continues,
+            continue_final_message=continues or False,
+        )
+
+
+def _take_switch(kwargs: dict[str, object], name: str, field: bool | None) -> bool | None:
+    """Take an argument out of `kwargs`; where it is not there, the body's own field counts."""
+    value = kwargs.pop(name, None)
+    if value is None:
+        return field
+    if not isinstance(value, bool):
+        raise bad_request(
+            f"chat_template_kwargs.{name} must be true or false.", "chat_template_kwargs"
+        )
+    return value
+
+
+def _normalize_messages(messages: list[AnyMessage]) -> list[Message]:
     """
     Raises:
         ApiError: 400, a tool's result answers no call of the assistant's last message.
@@ -180,7 +253,7 @@ def _arguments(given: dict[str, object] | str | None) -> dict[str, object] | str
     return value if isinstance(value, dict) else given
 
 
-def offered_tools(
+def _offered_tools(
     tools: list[dict[str, object]], choice: Literal["none", "auto", "required"] | NamedToolChoice
 ) -> list[dict[str, object]]:
     """The tools to show to the model. Calls are not parsed out of the answer yet, so none can be

@@ -101,13 +101,12 @@ class _WorkerReport(msgspec.Struct):
 
 
 class CacheFlush:
-    """`POST /deepinfer/cache/flush`: empty the host prefix cache of every worker."""
+    """`POST /deepinfer/cache/flush`: empties every worker's prefix cache, and tells what each held."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request: what each worker's cache held before."""
         body = await self._services.ask_daemon(CacheCommand("flush", 0))
         reports = msgspec.json.decode(body, type=list[_WorkerReport])
         silent = [f"{report.process}: {report.problem}" for report in reports if report.problem]

@@ -9,7 +9,7 @@ from frontend.generation.request import ModelLimits
 from frontend.links.router_client import RouterClient
 from frontend.metrics import FrontendMetrics
 from frontend.settings import FrontendSettings
-from transport.messages.control import InstanceState
+from transport.messages.from_daemon import InstanceState
 
 ADMITTING: frozenset[InstanceState] = frozenset({"ready", "degraded"})
 """A degraded instance has lost a process that is being started again: what is left of it serves on,

@@ -18,7 +18,8 @@ from frontend.http.stream_buffer import StreamBuffer
 from frontend.links.router_client import RouterClient
 from frontend.metrics import FrontendMetrics
 from frontend.settings import FrontendSettings
-from transport.messages.control import CacheCommand, Query
+from transport.messages.control import CacheCommand
+from transport.messages.to_daemon import Query
 
 TICK_SECONDS = 0.5
 

@@ -3,111 +3,69 @@
 from __future__ import annotations
 
 import gc
-import logging
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import msgspec
-import zmq
 
-from hicache.errors import PrefixLoadError
 from hicache.manager.null import NO_PREFIX_CACHE, PrefixManager
-from transport.child import EXIT_AGAIN, EXIT_FATAL, StopFlag, enter_process
-from transport.links.daemon import (
-    DaemonLink,
-    LinkError,
-    RouterRefusedError,
-    SocketTelemetry,
-    exit_code_of,
-)
-from transport.messages.base import PROTOCOL_VERSION, Hello
-from transport.sockets import DealerSocket, Endpoints
-from transport.telemetry.metrics import MetricSet
-from workers.contract import PAGE_TOKENS, Engine, EngineError, ModelLoadError
+from transport.links.daemon import DaemonLink
+from transport.messages.from_daemon import WORKER_NOTICES, WorkerNotice
+from transport.messages.to_worker import TO_WORKER
+from transport.process import Process, run_process
+from workers.contract import PAGE_TOKENS, Engine, ModelLoadError
 from workers.daemon_inbox import DaemonInbox
 from workers.engine.fake import FakeEngine, FakeEngineSettings
 from workers.engine.settings import EngineSettings
 from workers.prefix_cache import check_cache_layout, open_prefix_manager
 from workers.scheduling.scheduler import Scheduler
 from workers.settings import WorkerSettings
-from workers.worker import Worker, WorkerTelemetry
+from workers.telemetry import WorkerTelemetry
+from workers.worker import Worker
 
 FAKE_VOCAB = 49_152
 FAKE_MODEL_LEN = 8192
 DEEPSEEK_V41_TYPES = frozenset({"deepseek_v41", "deepseek_v41_text"})
 
-log = logging.getLogger(__name__)
-
 
 def main() -> int:
-    """Load the model, then serve until SIGTERM. Returns the exit code."""
-    settings, stop = enter_process(WorkerSettings)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    dealer = DealerSocket(
-        context, Endpoints(settings.process.run_dir).router, settings.process.name
-    )
-    metrics = MetricSet()
+    return run_process(WorkerSettings, WORKER_NOTICES, _serve, fatal=(ModelLoadError,))
+
+
+def _serve(process: Process[WorkerSettings, WorkerNotice]) -> None:
+    settings, daemon = process.settings, process.daemon
     inbox = DaemonInbox()
-    link = DaemonLink(context, settings.process, metrics, SocketTelemetry(dealer), inbox.notice)
-    try:
-        link.start()
-        return _serve(settings, stop, dealer, link, metrics, inbox)
-    except LinkError as error:
-        return exit_code_of(error)
-    finally:
-        link.close()
-        dealer.close()
-        context.term()
-
-
-def _serve(
-    settings: WorkerSettings,
-    stop: StopFlag,
-    dealer: DealerSocket,
-    link: DaemonLink,
-    metrics: MetricSet,
-    inbox: DaemonInbox,
-) -> int:
-    link.set_state("loading", "loading the model")
-    engine: Engine | None = None
+    router = process.router_socket(TO_WORKER)
+    daemon.start(inbox.take)
+    daemon.set_state("loading", "loading the model")
+    engine = create_engine(settings, daemon)
     prefixes: PrefixManager = NO_PREFIX_CACHE
     try:
-        engine = create_engine(settings, link)
         info = engine.info
-        telemetry = WorkerTelemetry(metrics, info, _device_bytes(settings))
+        telemetry = WorkerTelemetry(process.metrics, info, _device_bytes(settings))
         if settings.hicache_fd is not None:
-            link.set_state("loading", "reserving memory for the prefix cache")
-        prefixes = open_prefix_manager(settings, engine, metrics)
+            daemon.set_state("loading", "reserving memory for the prefix cache")
+        prefixes = open_prefix_manager(settings, engine, process.metrics)
         scheduler = Scheduler(
             info, settings.max_batched_tokens, settings.prefill_any_interval, prefixes.reuse
         )
         telemetry.update(scheduler)
-        worker = Worker(settings.rank, engine, scheduler, dealer, link, telemetry, prefixes)
+        hello = settings.process.hello()
+        worker = Worker(
+            settings.rank, engine, scheduler, router, hello, inbox, daemon, telemetry, prefixes
+        )
         # What start-up built lives as long as the process: spare the collector walking it.
         gc.collect()
         gc.freeze()
-        worker.run(stop, _hello(settings), inbox, settings.process.heartbeat_seconds)
-        return 0
-    except ModelLoadError as error:
-        log.error("%s", error)
-        link.fatal(str(error))
-        return EXIT_FATAL
-    except RouterRefusedError as error:
-        link.fatal(str(error))
-        return exit_code_of(error)
-    except (EngineError, PrefixLoadError):
-        log.exception("the engine failed; the daemon starts this worker anew")
-        return EXIT_AGAIN
+        worker.run(process.stop, settings.process.heartbeat_seconds)
     finally:
-        if engine is not None:
-            engine.close()
+        engine.close()
         prefixes.close()
 
 
-def create_engine(settings: WorkerSettings, link: DaemonLink) -> Engine:
+def create_engine(settings: WorkerSettings, daemon: DaemonLink[WorkerNotice]) -> Engine:
     """The engine that the settings ask for, loaded and ready.
 
     Raises:
@@ -137,7 +95,7 @@ def create_engine(settings: WorkerSettings, link: DaemonLink) -> Engine:
         gpu_memory_utilization=settings.gpu_memory_utilization,
         max_batched_tokens=settings.max_batched_tokens,
         num_threads=settings.num_threads,
-        report=lambda detail: link.set_state("loading", detail),
+        report=lambda detail: daemon.set_state("loading", detail),
         kv_dtype=settings.kv_dtype,
         keep_tokens=settings.keep_tokens,
         deterministic=settings.deterministic,
@@ -171,11 +129,6 @@ def _device_bytes(settings: WorkerSettings) -> Callable[[], int] | None:
     from workers.engine.device import reserved_bytes  # noqa: PLC0415  as above: torch
 
     return partial(reserved_bytes, settings.device_index)
-
-
-def _hello(settings: WorkerSettings) -> Hello:
-    process = settings.process
-    return Hello(PROTOCOL_VERSION, "worker", process.name, os.getpid(), process.config_hash)
 
 
 if __name__ == "__main__":

@@ -8,28 +8,26 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, assert_never
 
 import zmq
 
 from daemon.inspection.command_relay import CommandError, CommandRelay
-from transport.framing import BadMessage, decode_header
 from transport.ids import ProcessName
 from transport.messages.base import PROTOCOL_VERSION, Hello, Message, Refused, Welcome
-from transport.messages.control import (
-    Answer,
-    CacheCommand,
+from transport.messages.control import CacheCommand, DumpStacks, ProcessCommand, SetLogLevel
+from transport.messages.from_daemon import Answer
+from transport.messages.telemetry import Snapshot
+from transport.messages.to_daemon import (
+    TO_DAEMON,
     CommandDone,
-    DumpStacks,
     FatalError,
-    ProcessCommand,
     Query,
-    SetLogLevel,
     StateChanged,
     StatusHeld,
     StopInstance,
+    ToDaemon,
 )
-from transport.messages.telemetry import Snapshot
 from transport.sockets import Endpoints, Received, RouterSocket, SubscriberSocket
 from transport.telemetry.values import SocketStats
 
@@ -85,7 +83,7 @@ class ControlServer:
         self, context: zmq.Context[zmq.Socket[bytes]], endpoints: Endpoints, config_hash: str
     ) -> None:
         self._config_hash = config_hash
-        self._control = RouterSocket(context, endpoints.control)
+        self._control = RouterSocket(context, endpoints.control, TO_DAEMON)
         self._relay = CommandRelay(self._control)
         self._telemetry = SubscriberSocket(context, endpoints.telemetry, TELEMETRY_QUEUE)
 
@@ -94,13 +92,11 @@ class ControlServer:
         poller.register(self._telemetry.socket, zmq.POLLIN)
 
     def handle_incoming(self, processes: ProcessHandler, operator: OperatorHandler) -> None:
-        try:
-            for received in self._control.drain():
-                self._handle(received, processes, operator)
-        except BadMessage:
-            log.exception("dropped a control message that cannot be decoded")
+        self._control.receive(lambda received: self._handle(received, processes, operator))
         self._relay.give_up(time.monotonic())
-        self._handle_telemetry(processes)
+        self._telemetry.receive(
+            lambda received: processes.snapshot(received.message), TELEMETRY_QUEUE
+        )
 
     def send(self, peer: ProcessName, message: Message) -> bool:
         return self._control.send(peer, message)
@@ -112,18 +108,8 @@ class ControlServer:
         self._control.close()
         self._telemetry.close()
 
-    def _handle_telemetry(self, processes: ProcessHandler) -> None:
-        for frame in self._telemetry.drain(TELEMETRY_QUEUE):
-            try:
-                message = decode_header(frame)
-            except BadMessage:
-                log.exception("dropped a snapshot that cannot be decoded")
-                continue
-            if isinstance(message, Snapshot):
-                processes.snapshot(message)
-
     def _handle(
-        self, received: Received, processes: ProcessHandler, operator: OperatorHandler
+        self, received: Received[ToDaemon], processes: ProcessHandler, operator: OperatorHandler
     ) -> None:
         peer = received.peer
         match received.message:
@@ -151,7 +137,7 @@ class ControlServer:
                 self._control.send(peer, Answer(serial), b"{}")
                 operator.stop_requested(drain_timeout)
             case other:
-                log.warning("%s sent a %s, which is not for a daemon", peer, type(other).__name__)
+                assert_never(other)
 
     def _answer(self, peer: ProcessName, what: str, serial: int, operator: OperatorHandler) -> None:
         try:

@@ -13,7 +13,7 @@ from typing import Final
 
 from daemon.supervision.supervisor import Child
 from transport.ids import ProcessName
-from transport.messages.control import InstanceState, InstanceStatus
+from transport.messages.from_daemon import InstanceState, InstanceStatus
 
 CONFIRM_SECONDS: Final = 30.0
 """How long the daemon waits for the frontends to confirm, before it goes on without."""

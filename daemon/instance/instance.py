@@ -30,7 +30,7 @@ from daemon.supervision.supervisor import Child, Death, Supervisor
 from daemon.system.listen import base_url
 from daemon.system.sd_notify import ServiceManager, watchdog_seconds
 from daemon.system.stop_signals import StopSignals
-from transport.messages.control import InstanceStatus, PeerLost
+from transport.messages.from_daemon import InstanceStatus, PeerLost
 
 TURN_SECONDS: Final = 0.5
 """Longest sleep of the main loop: timers are at most this late."""

@@ -12,7 +12,7 @@ import enum
 from dataclasses import dataclass
 from typing import Final
 
-from transport.messages.control import InstanceState
+from transport.messages.from_daemon import InstanceState
 
 
 class Phase(enum.Enum):

@@ -10,8 +10,9 @@ from daemon.instance.frontend_status import FrontendStatus
 from daemon.supervision.supervisor import Supervisor
 from transport.ids import ProcessName
 from transport.messages.base import Hello, Message
-from transport.messages.control import PeerLost, StateChanged
+from transport.messages.from_daemon import PeerLost
 from transport.messages.telemetry import Snapshot
+from transport.messages.to_daemon import StateChanged
 
 log = logging.getLogger(__name__)
 

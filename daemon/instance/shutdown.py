@@ -11,7 +11,7 @@ from daemon.instance.phase import Event, Lifecycle, Phase
 from daemon.supervision.supervisor import Supervisor
 from transport.ids import ProcessName
 from transport.messages.base import Message
-from transport.messages.control import Drain
+from transport.messages.from_daemon import Drain
 from transport.messages.telemetry import Snapshot
 
 TERMINATE_SECONDS: Final = 5.0

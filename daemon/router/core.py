@@ -248,7 +248,7 @@ class RouterCore:
     # ---- from workers -------------------------------------------------------------------------------
 
     def tokens(
-        self, peer: ProcessName, batch: TokenBatch, received: Received, now: float
+        self, peer: ProcessName, batch: TokenBatch, received: Received[Message], now: float
     ) -> list[Outgoing]:
         rank = self._roster.ranks.get(peer, NO_RANK)
         if rank == NO_RANK:

@@ -27,7 +27,7 @@ class Outgoing:
     peer: ProcessName
     message: Message | None
     frames: tuple[Payload, ...] = ()
-    forward: Received | None = None
+    forward: Received[Message] | None = None
 
     @property
     def header(self) -> Message:
@@ -47,7 +47,7 @@ class SendingSocket(Protocol):
         """Send to a peer; False if it is not connected or does not read."""
         ...
 
-    def forward(self, peer: ProcessName, received: Received) -> bool: ...
+    def forward(self, peer: ProcessName, received: Received[Message]) -> bool: ...
 
 
 class Outbox:

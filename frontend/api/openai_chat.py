@@ -14,9 +14,9 @@ from frontend.api.sampling import TopLogprobs
 from frontend.errors import bad_request
 from frontend.generation.collected import CollectedChoice
 from frontend.generation.deltas import Delta, Finish, Reasoning, Text, ToolCall
-from frontend.generation.logprobs import TokenLogprob
 from frontend.generation.request import GenerationRequest, ModelLimits, chat_prompt
 from frontend.http.json_body import JsonObject, decode_body
+from transport.logprobs import TokenLogprob
 
 
 class ChatBody(ConversationBody, frozen=True, kw_only=True):

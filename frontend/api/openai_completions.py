@@ -14,7 +14,6 @@ from frontend.api.sampling import GenerationBody, TokenId, TopLogprobs, check_id
 from frontend.errors import bad_request
 from frontend.generation.collected import CollectedChoice
 from frontend.generation.deltas import Delta, Finish, Reasoning, Text, ToolCall
-from frontend.generation.logprobs import TokenLogprob
 from frontend.generation.request import (
     GenerationRequest,
     ModelLimits,
@@ -25,6 +24,7 @@ from frontend.generation.request import (
 from frontend.generation.text_decoding import TokenTexts
 from frontend.generation.usage import Usage
 from frontend.http.json_body import JsonObject, decode_body
+from transport.logprobs import TokenLogprob
 
 MAX_PROMPTS = 256
 DEFAULT_TOKENS = 16

@@ -10,7 +10,8 @@ from frontend.http.json_body import JsonObject
 from frontend.http.reply import send_bytes
 from frontend.services import Services
 from transport.messages.cache_report import CacheContent
-from transport.messages.control import CacheCommand, Query
+from transport.messages.control import CacheCommand
+from transport.messages.to_daemon import Query
 
 
 class Health:

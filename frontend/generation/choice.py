@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import msgspec
 
 from frontend.generation.deltas import Delta, FinishReason, Reasoning, Text
-from frontend.generation.logprobs import TokenLogprob
 from frontend.generation.output_parser import OutputParser
 from frontend.generation.stop_strings import StopRule, StopScanner
 from frontend.generation.text_decoding import TextDecoder
+from transport.logprobs import TokenLogprob
 from transport.messages.generate import FINISH_LENGTH, FINISH_STOP, RUNNING
 
 FINISH_REASONS: dict[int, FinishReason] = {FINISH_STOP: "stop", FINISH_LENGTH: "length"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from frontend.generation.deltas import Delta, Finish, FinishReason, Reasoning, Text, ToolCall
-from frontend.generation.logprobs import TokenLogprob
+from transport.logprobs import TokenLogprob
 
 
 class CollectedChoice:

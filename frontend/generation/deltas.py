@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from frontend.errors import ApiError
-from frontend.generation.logprobs import TokenLogprob
+from transport.logprobs import TokenLogprob
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 

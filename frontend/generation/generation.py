@@ -9,10 +9,10 @@ from typing import Protocol
 from frontend.errors import ApiError
 from frontend.generation.choice import Choice
 from frontend.generation.deltas import Delta
-from frontend.generation.logprobs import TokenLogprob
 from frontend.generation.request import Prompt
 from frontend.metrics import FrontendMetrics
 from transport.ids import RequestId
+from transport.logprobs import TokenLogprob
 from transport.messages.generate import ALL_CHOICES, RUNNING, CancelCause, StageTimes
 
 GIVEN_UP = "The server gave the request up: send it again."

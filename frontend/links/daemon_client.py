@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-import logging
 from collections.abc import Callable
+from typing import assert_never
 
 import msgspec
+import zmq
 
 from frontend.errors import ApiError
 from transport.messages.base import Message
-from transport.messages.control import Answer, CacheCommand, Drain, InstanceStatus, Query
-from transport.sockets import Received
+from transport.messages.control import CacheCommand
+from transport.messages.from_daemon import Answer, Drain, FrontendNotice, InstanceStatus
+from transport.messages.to_daemon import Query
 
 ANSWER_SECONDS = 5.0
 MAX_OPEN_QUERIES = 64
 
-log = logging.getLogger(__name__)
-
 
 class DaemonClient:
-    """`on_message` runs on the link's thread, everything else on the loop's."""
+    """`on_notice` runs on the link's thread, everything else on the loop's."""
 
     def __init__(
         self,
@@ -56,22 +57,22 @@ class DaemonClient:
         finally:
             del self._open[serial]
 
-    def on_message(self, received: Received) -> None:
-        """Take a message of the daemon, on the link's thread."""
-        match received.message:
+    def on_notice(self, notice: FrontendNotice, frames: list[zmq.Frame]) -> None:
+        """Take what the daemon says, on the link's thread."""
+        match notice:
             case InstanceStatus() as status:
                 self._later(self._on_status, status)
             case Drain():
                 self._later(self._on_drain)
             case Answer() as answer:
-                body = bytes(received.frames[0].buffer) if received.frames else b""
+                body = bytes(frames[0].buffer) if frames else b""
                 self._later(self._answered, answer, body)
             case other:
-                log.warning("the daemon sent a %s, which is not for us", type(other).__name__)
+                assert_never(other)
 
     def _later(self, callback: Callable[..., None], *arguments: object) -> None:
         # The loop is closed if the process is on its way out: nobody needs the news then.
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback, *arguments)
 
     def _answered(self, answer: Answer, body: bytes) -> None:

@@ -19,7 +19,7 @@ from daemon.router.tap import BODY_BYTES, TAP_QUEUE, Tap
 from daemon.system.run_directory import RunDirectory
 from transport.framing import encode_header, token_frame
 from transport.ids import ProcessName, RequestId
-from transport.messages.control import PeerLost
+from transport.messages.from_daemon import PeerLost
 from transport.messages.generate import Encode, Encoded, Generate, SamplingParams, TokenBatch
 from transport.messages.to_router import Submit
 from transport.sockets import Endpoints, Received

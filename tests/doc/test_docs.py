@@ -21,6 +21,21 @@ from daemon.metrics.catalog import METRICS
 from transport import messages
 from transport.messages.any import AnyMessage
 from transport.messages.base import Message
+from transport.messages.from_daemon import (
+    FrontendNotice,
+    RouterNotice,
+    ToClient,
+    TokenizerNotice,
+    ToProcess,
+    WorkerNotice,
+)
+from transport.messages.tap import ToTapper
+from transport.messages.telemetry import Snapshot
+from transport.messages.to_daemon import ToDaemon
+from transport.messages.to_frontend import ToFrontend
+from transport.messages.to_router import ToRouter
+from transport.messages.to_tokenizer import ToTokenizer
+from transport.messages.to_worker import ToWorker
 
 ROOT = Path(__file__).parents[2]
 DOC = ROOT / "doc"
@@ -48,11 +63,32 @@ def first_sentence(text: str | None) -> str:
     return re.split(r"(?<=[.:]) (?=[A-Z])", plain)[0].replace("|", "\\|")
 
 
+RECEIVERS = {
+    "router": ToRouter | RouterNotice,
+    "tokenizer": ToTokenizer | TokenizerNotice,
+    "worker": ToWorker | WorkerNotice,
+    "frontend": ToFrontend | FrontendNotice,
+    "every process": ToProcess,
+    "daemon": ToDaemon | Snapshot,
+    "client": ToClient,
+    "tapper": ToTapper,
+}
+
+
+def kinds(union: object) -> tuple[type[Message], ...]:
+    """The members of a union; a message that is alone in its union is that union."""
+    return typing.get_args(union) or (union,)  # type: ignore[return-value]
+
+
 def message_table() -> str:
-    rows = ["| message | fields | |", "|---|---|---|"]
-    for kind in typing.get_args(AnyMessage):
+    rows = ["| message | to | fields | |", "|---|---|---|---|"]
+    for kind in kinds(AnyMessage):
+        receivers = ", ".join(name for name, union in RECEIVERS.items() if kind in kinds(union))
+        assert receivers, f"nobody takes a {kind.__name__}"
         names = ", ".join(f"`{field.name}`" for field in msgspec.structs.fields(kind))
-        rows.append(f"| `{kind.__name__}` | {names} | {first_sentence(kind.__doc__)} |")
+        rows.append(
+            f"| `{kind.__name__}` | {receivers} | {names} | {first_sentence(kind.__doc__)} |"
+        )
     return "\n".join(rows) + "\n"
 
 

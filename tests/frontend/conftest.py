@@ -28,7 +28,7 @@ from transport.child import ProcessSettings
 from transport.framing import decode_header, encode_header, token_frame
 from transport.ids import ProcessName, RequestId
 from transport.messages.base import Message
-from transport.messages.control import CacheCommand, Query
+from transport.messages.control import CacheCommand
 from transport.messages.generate import (
     FINISH_LENGTH,
     FINISH_STOP,
@@ -42,9 +42,9 @@ from transport.messages.generate import (
     Throttle,
     TokenBatch,
 )
-from transport.messages.to_frontend import Finished, Serving
-from transport.messages.to_router import Submit
-from transport.sockets import Received
+from transport.messages.to_daemon import Query
+from transport.messages.to_frontend import TO_FRONTEND, Finished, Serving
+from transport.messages.to_router import TO_ROUTER, Submit
 from transport.telemetry.metrics import MetricSet
 
 EOS = 256
@@ -120,7 +120,7 @@ class FakeRouter:
         return [message for message in self.sent if isinstance(message, kind)]
 
     def send(self, message: Message, *frames: bytes) -> bool:
-        message = decode_header(encode_header(message))
+        message = decode_header(encode_header(message), TO_ROUTER)
         self.sent.append(message)
         payload = bytes(frames[0]) if frames else b""
         match message:
@@ -139,9 +139,9 @@ class FakeRouter:
         return True
 
     def deliver(self, message: Message, *frames: bytes) -> None:
-        header = zmq.Frame(encode_header(message))
+        message = decode_header(encode_header(message), TO_FRONTEND)
         payload = [zmq.Frame(bytes(frame)) for frame in frames]
-        self.client.handle(Received(decode_header(header), header, payload, ProcessName("router")))
+        self.client.handle(message, payload)
 
     def is_cancelled(self, request_id: RequestId, index: int) -> bool:
         return (request_id, index) in self.cancelled or (request_id, -1) in self.cancelled

@@ -13,11 +13,11 @@ from frontend.api.dialect import AnswerHead
 from frontend.errors import ApiError
 from frontend.generation.choice import Choice
 from frontend.generation.deltas import Finish, Reasoning, Text, ToolCall
-from frontend.generation.logprobs import TokenLogprob
 from frontend.generation.request import ModelLimits
 from frontend.generation.stop_strings import StopRule
 from frontend.generation.usage import Usage
 from frontend.http.stream_buffer import StreamBuffer
+from transport.logprobs import TokenLogprob
 from transport.messages.generate import FINISH_LENGTH, FINISH_STOP, RUNNING
 
 LIMITS = ModelLimits("m", 300, 4096, 8)

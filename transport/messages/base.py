@@ -36,3 +36,6 @@ class Refused(Message, frozen=True):
     """The peer is not accepted; it must exit with this reason."""
 
     reason: str
+
+
+HelloAnswer = Welcome | Refused

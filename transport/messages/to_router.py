@@ -1,10 +1,24 @@
-"""Messages that only the router gets."""
+"""Messages to the router, from frontends, tokenizers and workers."""
 
 from __future__ import annotations
 
+from typing import Final
+
+from msgspec.msgpack import Decoder
+
 from transport.ids import DpRank, RequestId
-from transport.messages.base import Message
-from transport.messages.generate import Generate, ModelInfo, PromptKind
+from transport.messages.base import Hello, Message
+from transport.messages.generate import (
+    Cancel,
+    Encode,
+    Encoded,
+    Generate,
+    ModelInfo,
+    PromptKind,
+    RequestFailed,
+    Throttle,
+    TokenBatch,
+)
 
 
 class WorkerReady(Message, frozen=True):
@@ -41,3 +55,11 @@ class Submit(Message, frozen=True):
     """For `text`: let the tokenizer add its own begin and end tokens."""
     call: RequestId = RequestId("")
     """The HTTP request, where this is one of its several prompts: `--max-waiting` counts it once."""
+
+
+FromFrontend = Submit | Encode | Cancel | Throttle
+FromTokenizer = Encoded | RequestFailed
+FromWorker = WorkerReady | TokenBatch | SequenceFailed
+RouterWork = FromFrontend | FromTokenizer | FromWorker
+ToRouter = Hello | RouterWork
+TO_ROUTER: Final[Decoder[ToRouter]] = Decoder(ToRouter)

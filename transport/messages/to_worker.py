@@ -1,10 +1,14 @@
-"""Messages that only workers get."""
+"""Messages from the router to workers."""
 
 from __future__ import annotations
 
+from typing import Final
+
+from msgspec.msgpack import Decoder
+
 from transport.ids import ProcessName, RequestId
-from transport.messages.base import Message
-from transport.messages.generate import Generate
+from transport.messages.base import HelloAnswer, Message
+from transport.messages.generate import Cancel, Generate, Throttle
 
 
 class Start(Message, frozen=True):
@@ -18,3 +22,7 @@ class Start(Message, frozen=True):
     generate: Generate
     arrival: float
     """CLOCK_MONOTONIC seconds at which the frontend had read the request."""
+
+
+ToWorker = Start | Cancel | Throttle
+TO_WORKER: Final[Decoder[HelloAnswer | ToWorker]] = Decoder(HelloAnswer | ToWorker)

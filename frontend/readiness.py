@@ -7,7 +7,7 @@ from typing import assert_never
 
 import msgspec
 
-from transport.messages.control import Drain, InstanceState, InstanceStatus
+from transport.messages.from_daemon import Drain, InstanceState, InstanceStatus
 from transport.messages.generate import ModelInfo
 from transport.messages.to_frontend import Serving
 
@@ -51,19 +51,25 @@ class Readiness(msgspec.Struct, frozen=True):
     has_lost_router: bool = False
     """Whether a router was lost and none has yet taken its place."""
 
+    held_serial: int = 0
+    """The serial of the last status that requests were answered by; 0 is none."""
+
     def next_state(self, news: News) -> Readiness:
         change = msgspec.structs.replace
         match news:
             case InstanceStatus():
-                return change(self, status=news)
+                changed = change(self, status=news)
             case Drain():
-                return change(self, is_draining=True)
+                changed = change(self, is_draining=True)
             case Serving(model):
-                return change(self, model=model, has_lost_router=False)
+                changed = change(self, model=model, has_lost_router=False)
             case RouterLost():
-                return change(self, model=None, has_lost_router=True)
+                changed = change(self, model=None, has_lost_router=True)
             case _:
                 assert_never(news)
+        if changed.status is None or changed.phase is Phase.WAITING:
+            return changed
+        return change(changed, held_serial=changed.status.serial)
 
     @property
     def phase(self) -> Phase:
@@ -76,13 +82,6 @@ class Readiness(msgspec.Struct, frozen=True):
         if self.status.state not in ADMITTING:
             return Phase.CLOSED
         return Phase.WAITING if self.model is None else Phase.OPEN
-
-    @property
-    def held_serial(self) -> int:
-        """The serial of the status, once requests are answered as it says; 0: not yet, or none."""
-        if self.status is None or self.phase is Phase.WAITING:
-            return 0
-        return self.status.serial
 
     def answer(self) -> ReadyAnswer:
         """Ready is only an instance that lacks nothing."""

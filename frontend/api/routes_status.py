@@ -28,7 +28,7 @@ class Ready:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        readiness = self._services.gate.readiness()
+        readiness = self._services.gate.readiness.answer()
         headers = []
         if not readiness.ready:
             seconds = self._services.settings.retry_after_seconds
@@ -38,7 +38,7 @@ class Ready:
 
 
 def _describe(services: Services) -> JsonObject:
-    model = services.router.model
+    model = services.gate.readiness.model
     length = None if model is None else model.max_model_len
     return {
         "id": services.settings.model_name,

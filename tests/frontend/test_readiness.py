@@ -8,7 +8,7 @@ from functools import reduce
 import pytest
 
 from frontend.readiness import News, Phase, Readiness, ReadyAnswer, RouterLost
-from transport.messages.control import Drain, InstanceStatus
+from transport.messages.from_daemon import Drain, InstanceStatus
 from transport.messages.generate import ModelInfo
 from transport.messages.to_frontend import Serving
 
@@ -35,8 +35,8 @@ def after(*news: News) -> Readiness:
         ([READY, SERVING], Phase.OPEN, 2),
         ([SERVING, READY], Phase.OPEN, 2),
         ([SERVING, READY, DEGRADED], Phase.OPEN, 3),
-        ([SERVING, READY, RouterLost()], Phase.WAITING, 0),
-        ([SERVING, READY, RouterLost(), DEGRADED], Phase.WAITING, 0),
+        ([SERVING, READY, RouterLost()], Phase.WAITING, 2),
+        ([SERVING, READY, RouterLost(), DEGRADED], Phase.WAITING, 2),
         ([SERVING, READY, RouterLost(), DEGRADED, SERVING], Phase.OPEN, 3),
         ([SERVING, READY, STARTING], Phase.CLOSED, 1),
         ([DRAINING], Phase.DRAINING, 4),

@@ -17,7 +17,7 @@ class Announcement:
     """Keys of the positions where a hit will be possible."""
     end: int
     """Tokens up to its end."""
-    leader: PrefixTicket | None
+    leader: PrefixTicket | None = field(repr=False)
     """Who computes it. None: all of it is computed, and on its way into the cache."""
 
 

@@ -27,7 +27,7 @@ class BlockManager:
         """`preempt` takes a sequence out of its queue and calls `release` for it."""
         self._pages = IndexPool(num_pages)
         self._slots = IndexPool(num_slots)
-        self._page_tokens = page_tokens
+        self.page_tokens = page_tokens
         self._preempt = preempt
         self._holders: list[Sequence] = []  # in `Sequence.order`
         """All that have a slot."""
@@ -46,7 +46,7 @@ class BlockManager:
 
     @property
     def max_tokens_of_one(self) -> int:
-        return self._pages.count * self._page_tokens
+        return self._pages.count * self.page_tokens
 
     # ---- slots --------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class BlockManager:
         missing = self._pages_for(stop) - len(sequence.pages)
         if missing > 0:
             self._take_pages(sequence, missing)
-        return min(stop, len(sequence.pages) * self._page_tokens)
+        return min(stop, len(sequence.pages) * self.page_tokens)
 
     def _take_pages(self, sequence: Sequence, count: int) -> None:
         """As many as there are, up to `count`."""
@@ -142,7 +142,7 @@ class BlockManager:
         return None
 
     def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self._page_tokens)
+        return -(-tokens // self.page_tokens)
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:
         """Compare with the sequences that there are.

@@ -52,7 +52,8 @@ class BlockManager:
 
     def can_admit(self, sequence: Sequence, spare: int) -> bool:
         """Whether there is a slot for the sequence, and it is likely to get through its prompt with the
-        pages there are. What half-computed prompts still need is theirs.
+        pages there are. What half-computed prompts before it in order still need is theirs; those after
+        it would give way, so that they cannot keep it from starting.
 
         Args:
             sequence: without a slot.
@@ -63,8 +64,12 @@ class BlockManager:
             return False
         if self._slots.num_used == (victim is not None):
             return True  # it would be alone
-        after = sum(len(other.pages) for other in self._holders if _gives_way(other, sequence))
-        room = self._pages.num_free + after - self._promised(besides=victim)
+        room = self._pages.num_free
+        for other in self._holders:
+            if _gives_way(other, sequence):
+                room += len(other.pages)
+            else:
+                room -= self._promised(other)
         return room >= self._pages_for(sequence.num_tokens) + spare
 
     def admit(self, sequence: Sequence) -> None:
@@ -80,7 +85,7 @@ class BlockManager:
         missing = self._pages_for(num_tokens)
         if not self._slots.num_free:
             return False
-        if missing + spare > self._pages.num_free - self._promised(besides=None):
+        if missing + spare > self._pages.num_free - sum(map(self._promised, self._holders)):
             return False
         self._take_slot(sequence)
         sequence.pages += self._pages.take(missing)
@@ -90,13 +95,11 @@ class BlockManager:
         """Who gives up its slot for the sequence, while none is free."""
         return None if self._slots.num_free else self._last_after(sequence)
 
-    def _promised(self, besides: Sequence | None) -> int:
-        """Pages that half-computed prompts still need."""
-        return sum(
-            self._pages_for(other.num_tokens) - len(other.pages)
-            for other in self._holders
-            if other.status is Status.WAITING and other is not besides
-        )
+    def _promised(self, holder: Sequence) -> int:
+        """Pages that a half-computed prompt still needs."""
+        if holder.status is not Status.WAITING:
+            return 0
+        return self._pages_for(holder.num_tokens) - len(holder.pages)
 
     def _take_slot(self, sequence: Sequence) -> None:
         sequence.slot = self._slots.take(1)[0]

@@ -33,10 +33,10 @@ class Decode:
             if not sequence.may_decode:  # or no more: one before it took its pages
                 continue
             position = sequence.num_computed
-            if position >= len(sequence.pages) * self._blocks.page_tokens:
-                if self._blocks.cover(sequence, position + 1) <= position:
-                    self._preempt(sequence)
-                    continue
+            has_page = position < len(sequence.pages) * self._blocks.page_tokens
+            if not has_page and self._blocks.cover(sequence, position + 1) <= position:
+                self._preempt(sequence)
+                continue
             rows.append(StepRow(sequence, sequence.epoch, position, position + 1))
         return tuple(rows)
 

@@ -215,7 +215,7 @@ class Scheduler:
         Raises:
             ValueError: one of its sequences was preempted or has ended since it was filled.
         """
-        if any([row.sequence.epoch != row.epoch for row in draft.rows]):
+        if any(row.sequence.epoch != row.epoch for row in draft.rows):
             raise ValueError("a draft was kept while its sequences changed")
         self._last_step += 1
         if not draft.rows:

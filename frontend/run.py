@@ -185,7 +185,6 @@ async def _run(
 
 
 def _serve(process: Process[FrontendSettings, FrontendNotice]) -> None:
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     settings = process.settings
     texts = Detokenizer(load_tokenizer(Path(settings.model_dir)).tokenizer)
     keys = ApiKeys.load(settings.api_keys_file)

@@ -17,7 +17,7 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """What a page and a state slot consist of.
+    """What a device page and the state of a sequence consist of.
 
     A page is ONE contiguous row of `page_bytes` bytes with all layers' KV of its `page_tokens` tokens,
     a state one contiguous row of `state_bytes` (0: the model has none), so that a host page equals a

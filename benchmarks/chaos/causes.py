@@ -32,7 +32,7 @@ class Loss:
     pid: int
     frozen: bool
     state: str
-    """Of the process, when it was hit."""
+    """What the process said of itself when it was hit."""
     at: float
     ended_at: float | None = None
     """When the process had ended: at once, or when the daemon had noticed that it is frozen."""

@@ -73,7 +73,7 @@ class Figures:
     probes: LoadedLatency
     clients: LoadedLatency
     load_average: tuple[float, float, float]
-    """Of the machine at the end; its cores should have had nothing else to do."""
+    """The machine's at the end; its cores should have had nothing else to do."""
     cores: int
 
 

@@ -55,7 +55,7 @@ class LoadedLatency:
     cpu_per_token: float = 0.0
     """Seconds of the frontend's CPU time per token; at this pace every token is a write."""
     reads_per_token: float = 0.0
-    """Of the client: close to 1 says that hardly two tokens came in one piece."""
+    """Reads of the client; close to 1: tokens hardly ever came two in a piece."""
 
 
 def body(max_tokens: int) -> dict[str, object]:

@@ -153,7 +153,7 @@ class Killer:
         self._draw = random.Random(seed)
         self.kills = 0
         self.recovered_pages = 0
-        """That successors found in their pools, all together."""
+        """Pages that successors found in their pools, summed."""
         self._successors: set[str] = set()
 
     async def run(self) -> None:

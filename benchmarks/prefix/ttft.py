@@ -34,7 +34,7 @@ class Repeat(msgspec.Struct, frozen=True):
     cold_seconds: float
     hit_seconds: float
     cached_tokens: int
-    """Of the hit."""
+    """Prompt tokens that the hit took from the cache."""
     equal: bool
     """Whether both gave the same token."""
 

@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 from rich.console import Console
 
+from daemon.cli.output import sentence_console
 from daemon.configuration.config import InstanceConfig
 from daemon.configuration.sources import unknown_variables
 from daemon.errors import EXIT_FAILED, DeepInferError
@@ -33,7 +34,7 @@ POLL_SECONDS = 0.5
 END_SECONDS = 30.0
 """How long a start that is given up may take to end."""
 EARLIER_LOG_BYTES = 4 << 20
-"""Of the end of an earlier run's log; more than anybody reads."""
+"""How much of the end of an earlier run's log is kept: more than anybody reads."""
 ERROR_PREFIX = "deepinfer: "
 
 
@@ -48,9 +49,9 @@ def start(config: InstanceConfig | None = None) -> None:
     if running_pid(path) is not None:
         raise DeepInferError(already_running(path, config.instance))
     make_run_directory(path)
-    console = Console(highlight=False, soft_wrap=True)
+    console = sentence_console()
     for sentence in unknown_variables(os.environ):
-        Console(stderr=True, soft_wrap=True, highlight=False).print(sentence, style="yellow")
+        sentence_console(stderr=True).print(sentence, style="yellow")
     signals = StopSignals()
     earlier_log = b""
     try:

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import msgspec
 from cyclopts import Parameter
-from rich.console import Console
 
 from daemon.cli.inspect.session import ASK_SECONDS
+from daemon.cli.output import sentence_console
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.errors import EXIT_FAILED
 from daemon.inspection.inspection_client import InspectionClient
@@ -26,7 +26,7 @@ def status(
     with InspectionClient(path, target.instance) as client:
         answer = client.ask("status", ASK_SECONDS)
     found = msgspec.json.decode(answer, type=StatusReport)
-    console = Console(highlight=False, soft_wrap=True)
+    console = sentence_console()
     if json:
         console.print(answer.decode(), markup=False)
     else:

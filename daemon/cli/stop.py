@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
 
+from daemon.cli.output import sentence_console
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.errors import DeepInferError
 from daemon.inspection.inspection_client import InspectionClient
@@ -53,7 +53,7 @@ def stop(
             )
     finally:
         os.close(pidfd)
-    Console(highlight=False).print(f"Instance {instance!r} has stopped.", soft_wrap=True)
+    sentence_console().print(f"Instance {instance!r} has stopped.")
 
 
 def _ask(path: Path, instance: str, pidfd: int, drain_timeout: float | None) -> None:

@@ -124,7 +124,7 @@ def _origin(source: str, keyword: str | None) -> str:
 
 
 provenance: Final = Provenance()
-"""Of the command that this process runs."""
+"""Where the values of the command that this process runs came from."""
 
 SOURCES: Final = (
     Env(ENVIRONMENT_PREFIX, command=False), ModelDirVariable(), InstanceFile(), provenance,

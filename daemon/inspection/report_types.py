@@ -70,7 +70,7 @@ class ProcessRow(msgspec.Struct, frozen=True):
     uptime_seconds: float | None
     rss_bytes: int | None
     cpu_percent: float | None
-    """Of one core, since somebody last asked."""
+    """Share of one core since somebody last asked."""
     cpu_seconds: float | None
     restarts: int
     heartbeat_age_seconds: float | None
@@ -96,7 +96,7 @@ class RequestReport(msgspec.Struct, frozen=True):
     output_tokens: int
     age_ms: float
     waiting_ms: float | None
-    """From its arrival to a tokenizer."""
+    """Time between its arrival and its handover to a tokenizer."""
     tokenizing_ms: float | None
     queued_ms: float | None
     running_ms: float | None

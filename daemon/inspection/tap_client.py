@@ -43,7 +43,7 @@ class TapClient(InstanceClient):
         """
         super().__init__(run_dir, instance)
         self._serial: int | None = None
-        """Of the next message; None: not known yet."""
+        """The next message's; None: not known yet."""
         self._lost = 0
         self._router_is_gone = False
         self._notices: list[str] = []

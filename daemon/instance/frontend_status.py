@@ -36,7 +36,7 @@ class FrontendStatus:
     send: Callable[[ProcessName, InstanceStatus], bool]
     """False: it does not read now."""
     status: InstanceStatus
-    """With the serial that all shall confirm."""
+    """The present one; all frontends have to confirm its serial."""
     changed_at: float
     """CLOCK_MONOTONIC seconds at which it became the present one."""
     _told: dict[ProcessName, _Told] = field(default_factory=dict)

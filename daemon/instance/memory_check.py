@@ -14,13 +14,13 @@ from daemon.configuration.config import InstanceConfig
 from daemon.errors import ConfigurationError
 from transport.wording import GIB
 from workers.contract import ModelLoadError
-from workers.engine.host_memory import available_host_memory
+from workers.hardware.host_memory import available_host_memory
 from workers.models.deepseek_v41.weights.tensor_table import is_engram_table
 from workers.models.safetensors_header import read_header
 
 FLOAT_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 DTYPE_BYTES: Final = {"auto": 4, "float32": 4, "bfloat16": 2, "float16": 2}
-"""In a CPU's memory, by --dtype."""
+"""Bytes of a float in a CPU's memory, by --dtype."""
 
 
 def check_memory(config: InstanceConfig, accelerator: str, model_dir: Path) -> None:

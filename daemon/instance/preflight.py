@@ -19,7 +19,7 @@ from frontend.http.auth import ApiKeys, ApiKeysError
 
 DESCRIPTORS_BASE: Final = 256
 THREADS_PER_PROCESS: Final = 8
-"""With those that a library starts for itself; a worker has one more per core."""
+"""Includes those that libraries start for themselves; a worker has one more per core."""
 CAP_SYS_ADMIN: Final = 1 << 21
 CAP_SYS_RESOURCE: Final = 1 << 24
 TOKENIZER_FILES: Final = (

@@ -37,7 +37,7 @@ class Outgoing:
         return self.message
 
 
-Fate = Literal["sent", "kept", "lost"]
+SendResult = Literal["sent", "kept", "lost"]
 
 
 class SendingSocket(Protocol):
@@ -61,7 +61,7 @@ class Outbox:
     def num_kept(self) -> int:
         return sum(len(items) for peer in self._kept.values() for items in peer.values())
 
-    def send(self, item: Outgoing) -> Fate:
+    def send(self, item: Outgoing) -> SendResult:
         """Send or keep; what is `lost` is a `TokenBatch`."""
         has_room = item.peer not in self._kept
         if has_room and self._sent(item):

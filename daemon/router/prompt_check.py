@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import msgspec
-import numpy as np
-import numpy.typing as npt
+from msgspec.structs import replace
 
-from transport.messages.generate import Generate, ModelInfo, PromptKind
+from transport.framing import TokenArray
+from transport.messages.generate import ModelInfo, PromptKind
+from transport.messages.to_router import Submit
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,7 @@ def longest(model: ModelInfo) -> int:
     return min(model.max_model_len, model.pool_tokens)
 
 
-def find_problem(
-    kind: PromptKind, prompt: npt.NDArray[np.int32], model: ModelInfo
-) -> PromptProblem | None:
+def find_problem(kind: PromptKind, prompt: TokenArray, model: ModelInfo) -> PromptProblem | None:
     """What is wrong with a prompt, or None."""
     param = "messages" if kind == "chat" else "prompt"
     if not len(prompt):
@@ -44,11 +42,9 @@ def find_problem(
     return None
 
 
-def fit(generate: Generate, prompt_len: int, model: ModelInfo) -> Generate:
+def fit(message: Submit, prompt_len: int, model: ModelInfo) -> Submit:
     """The same with an output limit that fits behind the prompt."""
-    sampling = generate.sampling
+    generate, sampling = message.generate, message.generate.sampling
     limit = min(sampling.max_tokens, longest(model) - prompt_len)
-    sampling = msgspec.structs.replace(
-        sampling, max_tokens=limit, min_tokens=min(sampling.min_tokens, limit)
-    )
-    return msgspec.structs.replace(generate, sampling=sampling)
+    sampling = replace(sampling, max_tokens=limit, min_tokens=min(sampling.min_tokens, limit))
+    return replace(message, generate=replace(generate, sampling=sampling))

@@ -20,7 +20,7 @@ from daemon.router.tap import Tap
 from transport.child import StopFlag
 from transport.ids import ProcessName
 from transport.links.daemon import DaemonLink
-from transport.messages.base import PROTOCOL_VERSION, Hello, Refused, Welcome
+from transport.messages.base import Hello, Refused, Welcome
 from transport.messages.from_daemon import ROUTER_NOTICES, Drain, PeerLost, RouterNotice
 from transport.messages.generate import Cancel, Encode, Encoded, RequestFailed, Throttle, TokenBatch
 from transport.messages.to_router import (
@@ -125,16 +125,14 @@ class Router:
         match message:
             case TokenBatch() as batch:
                 return self._core.tokens(peer, batch, received, now)
-            case Submit() as submit:
-                return self._core.submit(peer, submit, frames[0], now)
+            case Submit() | Encode() as prompt:
+                return self._core.submit(peer, prompt, frames[0], now)
             case Encoded() as encoded:
                 return self._core.encoded(peer, encoded, frames[0], now)
             case Cancel() as cancel:
                 return self._core.cancel(cancel, now)
             case Throttle() as throttle:
                 return self._core.throttle(throttle)
-            case Encode() as encode:
-                return self._core.encode(peer, encode, frames[0], now)
             case RequestFailed() as failed:
                 return self._core.encoding_failed(peer, failed)
             case SequenceFailed() as failed:
@@ -146,12 +144,10 @@ class Router:
                 assert_never(other)
 
     def _greet(self, peer: ProcessName, hello: Hello, now: float) -> list[Outgoing]:
-        process = self._settings.process
-        if hello.version != PROTOCOL_VERSION:
-            reason = f"it speaks protocol {hello.version}, the router speaks {PROTOCOL_VERSION}"
-            return [Outgoing(peer, Refused(reason))]
-        if hello.config_hash != process.config_hash:
-            return [Outgoing(peer, Refused("it was started with another configuration"))]
+        problem = hello.problem("router", self._settings.process.config_hash)
+        if problem is not None:
+            log.error("refused %s: %s", peer, problem)
+            return [Outgoing(peer, Refused(problem))]
         out: list[Outgoing] = []
         if self._pids.get(peer, hello.pid) != hello.pid:
             # Its predecessor, if the daemon has not said so.

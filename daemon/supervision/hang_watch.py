@@ -25,7 +25,8 @@ than the default, one or two that are late are no sign of anything."""
 LOADING_SECONDS: Final = 30.0
 """Silence after which a process that has not served yet is hung, unless `--hang-seconds` is longer."""
 UNHEARD_SECONDS: Final = 60.0
-"""The same before it has said hello: it may be reading libraries from a slow disk."""
+"""Silence after which a process that has not said hello is hung: it may be reading libraries from a slow
+disk."""
 ASLEEP_SECONDS: Final = 1.0
 """The daemon looks every half second at least; a longer gap means that it was stopped itself, as on a
 machine that stood still, and that it cannot know what the others did meanwhile."""

@@ -36,7 +36,7 @@ class Child:
     detail: str = ""
     snapshot: Snapshot | None = None
     last_snapshot: Snapshot | None = None
-    """As `snapshot`, but outlives the process: what it had counted must not be lost."""
+    """Outlives the process, because what it had counted must not be lost."""
     started_at: float = 0.0
     """When its process was started."""
     snapshot_at: float = 0.0

@@ -27,7 +27,7 @@ from daemon.errors import ConfigurationError, DeepInferError
 from transport.sockets import SOCKET_FILES, Endpoints
 
 SYSTEM_DIRECTORY: Final = Path("/run/deepinfer")
-"""Of root's instances and of systemd's."""
+"""Where the instances of root and of systemd have their run directories."""
 LOCK_FILE: Final = "lock"
 PID_FILE: Final = "daemon.pid"
 CHILDREN_FILE: Final = "children.json"

@@ -22,7 +22,7 @@ class ServiceManager:
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._socket: socket.socket | None = None
         self._unsent: dict[str, str] = {}
-        """By the name before the equals sign, in the order in which it was said."""
+        """Keyed by the name before the equals sign, oldest first."""
         if address:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
 

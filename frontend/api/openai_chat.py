@@ -33,10 +33,6 @@ class ChatBody(ConversationBody, frozen=True, kw_only=True):
     audio: Annotated[None, Meta(description="absent: the model gives text alone")] = None
 
     def to_generation(self, limits: ModelLimits) -> GenerationRequest:
-        """
-        Raises:
-            ApiError: 400 or 404, naming the field.
-        """
         if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs is only allowed with logprobs: true.", "top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.logprobs else -1

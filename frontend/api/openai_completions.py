@@ -48,10 +48,6 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     ) = None
 
     def to_generation(self, limits: ModelLimits) -> GenerationRequest:
-        """
-        Raises:
-            ApiError: 400 or 404, naming the field.
-        """
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise bad_request("best_of is only supported where it equals n.", "best_of")
         if self.echo and self.logprobs is not None:
@@ -172,7 +168,6 @@ def _choice(
 
 
 def _finish_reason(reason: str) -> str:
-    """Completions know no tool calls."""
     return "stop" if reason == "tool_calls" else reason
 
 

@@ -144,10 +144,6 @@ class ConversationBody(GenerationBody, frozen=True, kw_only=True):
     """May hold the three fields before it too, as with other servers; then they count."""
 
     def conversation(self, messages: list[AnyMessage]) -> Conversation:
-        """
-        Raises:
-            ApiError: 400, naming the field.
-        """
         kwargs = dict(self.chat_template_kwargs or {})
         for name in RESERVED_KWARGS.intersection(kwargs):
             raise bad_request(f"chat_template_kwargs must not set {name}.", "chat_template_kwargs")
@@ -170,7 +166,6 @@ class ConversationBody(GenerationBody, frozen=True, kw_only=True):
 
 
 def _take_switch(kwargs: dict[str, object], name: str, field: bool | None) -> bool | None:
-    """Take an argument out of `kwargs`; where it is not there, the body's own field counts."""
     value = kwargs.pop(name, None)
     if value is None:
         return field

@@ -18,6 +18,7 @@ from frontend.errors import ApiError, bad_request
 
 _AT: Final = re.compile(r"(.*) - at `(key` in `)?\$(.*)`", re.DOTALL)
 _MISSING: Final = re.compile(r"Object missing required field `(\w+)`")
+_INVALID: Final = re.compile(r"Invalid value '(.*)'", re.DOTALL)
 _STEP: Final = re.compile(r"\.(\w+)|\[(?:\d+|\.\.\.)\]")
 
 _type_info = lru_cache(inspect.type_info)
@@ -35,6 +36,9 @@ def refusal(error: msgspec.ValidationError, expected: object, prefix: str = "") 
     # What lies in an object of the client's keys has no path: the object is named.
     param = (prefix + path.partition("[...]")[0]).removeprefix(".")
     wanted = _follow(_type_info(expected), path)
+    invalid = _INVALID.fullmatch(complaint)
+    if invalid and f'"{invalid[1]}"' in _words(wanted):
+        return bad_request(f"{param} is given twice, with different values.", param)
     if in_key:
         wanted = next(t.key_type for t in _members(wanted) if isinstance(t, inspect.DictType))
         subject = f"A key of {param}"

@@ -119,7 +119,6 @@ class ChatTemplate:
         return renders[0] if renders else MessageStyle(null_content=False)
 
     def _try(self, source: str, style: MessageStyle) -> str | None:
-        """The probe conversation in this style; None if the template fails."""
         try:
             return self._render(source, *_template_input(_PROBE, style))
         except _TEMPLATE_FAULTS:
@@ -129,7 +128,6 @@ class ChatTemplate:
 def _template_input(
     conversation: Conversation, style: MessageStyle
 ) -> tuple[list[Json], Json, dict[str, Json]]:
-    """Messages, tools (null where there are none) and further arguments of the template."""
     arguments: dict[str, object] = {"add_generation_prompt": conversation.add_generation_prompt}
     if conversation.continue_final_message:
         arguments["continue_final_message"] = True

@@ -8,7 +8,6 @@ from functools import cached_property
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from frontend.conversation import Conversation
@@ -16,8 +15,7 @@ from frontend.tokenizer.chat_template import ChatTemplate
 from frontend.tokenizer.control_tokens import RenderedText, alias_tokenizer
 from frontend.tokenizer.errors import PromptError
 from frontend.tokenizer.load import TokenizerFiles
-
-TokenArray = npt.NDArray[np.int32]
+from transport.framing import TokenArray
 
 _DECODER = msgspec.json.Decoder(Conversation)
 
@@ -35,10 +33,6 @@ class PromptEncoder:
     """Encodes the prompts of one model. Not bound to a thread, but one call at a time."""
 
     def __init__(self, files: TokenizerFiles) -> None:
-        """
-        Raises:
-            TokenizerLoadError: the chat template is not valid Jinja.
-        """
         self._tokenizer = files.tokenizer
         self._template = ChatTemplate(files)
 

@@ -52,5 +52,4 @@ class MessageStyle:
 
 
 def has_text_arguments(messages: list[Message]) -> bool:
-    """Whether some tool call has arguments that are no JSON object."""
     return any(isinstance(call.arguments, str) for m in messages for call in m.tool_calls)

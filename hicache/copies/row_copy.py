@@ -4,12 +4,16 @@ memory."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Literal, Protocol
 
 from hicache.copies.rows import HostRows
 from hicache.copies.runs import IndexArray, merge_runs
+
+Direction = Literal["load", "store"]
+LINK_DIRECTION: Final[Mapping[Direction, Literal["up", "down"]]] = {"load": "up", "store": "down"}
+"""What metrics and reports call it: up to the device, down from it."""
 
 
 class PendingCopy(Protocol):

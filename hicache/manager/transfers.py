@@ -10,7 +10,6 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final, Literal
 
 import numpy as np
 
@@ -18,16 +17,12 @@ from hicache.cache.index import ABSENT
 from hicache.cache.outcomes import Hit
 from hicache.cache.prefix_cache import PrefixCache
 from hicache.copies.cache_copies import CacheCopies
-from hicache.copies.row_copy import PendingCopy
+from hicache.copies.row_copy import LINK_DIRECTION, Direction, PendingCopy
 from hicache.copies.runs import IndexArray
 from hicache.errors import HostPoolError, PrefixLoadError
 from hicache.manager.prefills import Prefills
 from hicache.manager.step_copies import PrefixLoad, PrefixStore
 from hicache.pool.host_pool import PoolGeometry
-
-Direction = Literal["up", "down"]
-"""As metrics call them: a load goes up, to the device, and a store down."""
-DIRECTIONS: Final[tuple[Direction, ...]] = ("up", "down")
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +61,7 @@ class PrefixTransfers:
         self._copies: CacheCopies | None = copies
         self._open: deque[_Transfer] = deque()
         self._has_failed = False
-        self.counts = {direction: TransferCounts() for direction in DIRECTIONS}
+        self.counts = {direction: TransferCounts() for direction in LINK_DIRECTION}
 
     @property
     def num_open(self) -> int:
@@ -138,13 +133,13 @@ class PrefixTransfers:
             match transfer.subject:
                 case Hit() as hit:
                     self._cache.release(hit)
-                    self._count("up", transfer)
+                    self._count("load", transfer)
                 case PrefixStore(plan=plan) if not transfer.is_whole:
                     self._cache.abandon(plan)
                 case PrefixStore(plan=plan, announcement=announcement):
                     self._cache.commit(plan)
                     self._prefills.close(announcement)
-                    self._count("down", transfer)
+                    self._count("store", transfer)
         return len(self._open) < before
 
     def _count(self, direction: Direction, transfer: _Transfer) -> None:

@@ -7,6 +7,7 @@ import inspect
 import os
 import pkgutil
 import re
+import tomllib
 import typing
 from dataclasses import fields
 from operator import attrgetter
@@ -17,7 +18,6 @@ import pytest
 
 from daemon.cli.main import app
 from daemon.configuration.config import InstanceConfig
-from daemon.metrics.catalog import METRICS
 from transport import messages
 from transport.messages.any import AnyMessage
 from transport.messages.base import Message
@@ -36,6 +36,7 @@ from transport.messages.to_frontend import ToFrontend
 from transport.messages.to_router import ToRouter
 from transport.messages.to_tokenizer import ToTokenizer
 from transport.messages.to_worker import ToWorker
+from transport.telemetry.catalog import METRICS
 
 ROOT = Path(__file__).parents[2]
 DOC = ROOT / "doc"
@@ -118,6 +119,16 @@ def metric_table() -> str:
     return "\n".join(rows) + "\n"
 
 
+def room_table() -> str:
+    rows = ["| package | rooms |", "|---|---|"]
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    for contract in tool["contracts"]:
+        for package in contract.get("containers", ()):
+            layers = [layer.replace(" | ", ", ") for layer in contract["layers"]]
+            rows.append(f"| `{package}` | {' → '.join(layers)} |")
+    return "\n".join(rows) + "\n"
+
+
 def test_the_message_table_is_true():
     check_block("wire_protocol.md", "messages", message_table())
 
@@ -128,6 +139,10 @@ def test_the_option_table_is_true():
 
 def test_the_metric_table_is_true():
     check_block("metrics.md", "metrics", metric_table())
+
+
+def test_the_rooms_are_those_that_import_linter_holds():
+    check_block("architecture.md", "rooms", room_table())
 
 
 def test_every_message_is_in_the_union():

@@ -415,6 +415,17 @@ def test_fields_that_nobody_reads_must_be_json_too(value):
     assert read_completion(b'{"prompt": "x", "frobnicate": {"y": [1]}}', LIMITS).prompts
 
 
+def test_a_role_given_twice():
+    body = b'{"messages": [{"role": "user", "content": "a", "role": "%s"}]}'
+    assert (
+        read_chat(body % b"user", LIMITS).prompts
+        == chat(messages=[{**USER, "content": "a"}]).prompts
+    )
+    with pytest.raises(ApiError) as caught:
+        read_chat(body % b"assistant", LIMITS)
+    assert caught.value.message == "messages[0].role is given twice, with different values."
+
+
 def test_a_number_beyond_all_bounds_is_named():
     with pytest.raises(ApiError) as caught:
         read_completion(b'{"prompt": "x", "metadata": {"a": [1e999]}}', LIMITS)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hicache.manager.ticket import PrefixTicket
+from transport.framing import TokenArray
 from transport.ids import ProcessName, RequestId
 from transport.messages.generate import Generate, SamplingParams
-from workers.contract import TokenArray
 
 SequenceKey = tuple[RequestId, int]
 """Request and choice index."""

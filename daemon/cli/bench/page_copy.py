@@ -9,7 +9,7 @@ import msgspec
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from daemon.cli.inspect.session import make_console
+from daemon.cli.output import table_console
 from daemon.errors import EXIT_USAGE, DeepInferError
 from daemon.system.accelerator import nvidia_devices
 
@@ -42,7 +42,7 @@ def page_copy(
     from daemon.cli.bench.page_copy_gpu import measure_page_copies  # noqa: PLC0415
     from daemon.cli.bench.page_copy_report import show  # noqa: PLC0415
 
-    console = make_console()
+    console = table_console()
     report = measure_page_copies(device, lambda line: console.print(line, style="dim"))
     show(report, console)
     try:

@@ -19,7 +19,7 @@ PROMPT_PAGES: Final = 256
 """32K tokens."""
 MAX_ROWS: Final = 4096
 MAX_BYTES: Final = 512 << 20
-"""Of scattered rows, in each direction."""
+"""Limits of the scattered rows that are copied in each direction."""
 CHUNK_PAGES: Final = 64
 """Device pages that a prompt step of 8192 tokens takes."""
 

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import torch
 
@@ -27,19 +27,17 @@ from daemon.cli.bench.page_copy_report import (
 )
 from daemon.errors import EXIT_USAGE, DeepInferError
 from hicache.copies.copy_choice import CopyChoice
-from hicache.copies.cuda.method import Direction
 from hicache.copies.cuda.open import open_gpu_row_copier
 from hicache.copies.cuda.page_lock import PageLock
 from hicache.copies.cuda.row_copy import GpuRowCopier
 from hicache.copies.cuda.rows import GpuRows, tensor_rows
+from hicache.copies.row_copy import LINK_DIRECTION, Direction
 from hicache.errors import HostPoolError
 from hicache.pool.host_pool import HostPool, PoolGeometry
 from hicache.pool.segment import create_segment
-from workers.engine.host_memory import available_host_memory
+from workers.hardware.host_memory import available_host_memory
 
 CHOICES: Final[tuple[CopyChoice, ...]] = ("batch", "kernel", "auto")
-DIRECTIONS: Final[dict[Direction, Literal["up", "down"]]] = {"load": "up", "store": "down"}
-"""As the report calls them."""
 REPEATS: Final = 15
 BUSY_CYCLES: Final = 60_000_000
 """Some thirty milliseconds: longer than issuing the copies takes."""
@@ -289,7 +287,7 @@ def _measure_slowdowns(
     return [
         _measure_slowdown(case, choice, direction, copier, decode)
         for choice, copier in copiers.items()
-        for direction in DIRECTIONS
+        for direction in LINK_DIRECTION
     ]
 
 
@@ -324,7 +322,7 @@ def _measure_slowdown(
     return SlowdownFigures(
         case=case.name,
         method=choice,
-        direction=DIRECTIONS[direction],
+        direction=LINK_DIRECTION[direction],
         slowdown_percent=(statistics.median(slower for _, slower in rounds) - 1) * 100,
         duty_percent=copies * copy_seconds / (STEPS_A_BURST * rounds[-1][0]) * 100,
     )

@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from daemon.cli.inspect.session import plain_table
+from daemon.cli.output import plain_table
 from daemon.cli.units import size
 
 GOAL_CASE: Final = "32K prompt, fresh"
@@ -68,7 +68,7 @@ class Report(msgspec.Struct, frozen=True):
     device: str
     torch: str
     link_gb_per_second: Rates
-    """Of one large copy from and to page-locked memory."""
+    """GB/s of one large copy from and to page-locked memory."""
     copies: list[CopyFigures]
     slowdowns: list[SlowdownFigures]
     missing: list[str]

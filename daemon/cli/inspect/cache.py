@@ -10,8 +10,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from daemon.cli.inspect.prefix_tables import prefix_tables
-from daemon.cli.inspect.session import ASK_SECONDS, DEFAULT_OUTPUT, Inspection, Output, plain_table
+from daemon.cli.inspect.session import ASK_SECONDS, DEFAULT_OUTPUT, Inspection, Output
 from daemon.cli.inspect.usage_bar import part_of, usage_bar
+from daemon.cli.output import plain_table
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.cli.units import number
 from daemon.inspection.inspection_client import InspectionClient

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from daemon.cli.inspect.command import Process, carry_out
-from daemon.cli.inspect.session import AsJson, plain_table
+from daemon.cli.output import AsJson, plain_table
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.inspection.report_types import CommandReport
 from transport.ids import ProcessName

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
-from daemon.cli.inspect.session import plain_table
 from daemon.cli.inspect.usage_bar import part_of, usage_bar
+from daemon.cli.output import plain_table
 from daemon.cli.units import duration, number, percent
 from daemon.inspection.report_types import CacheRow
 

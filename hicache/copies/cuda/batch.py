@@ -9,11 +9,11 @@ from types import ModuleType
 from hicache.copies.cuda.method import (
     CopyMethodMissing,
     CudaStream,
-    Direction,
     RowPair,
     address_runs,
     import_package,
 )
+from hicache.copies.row_copy import Direction
 from hicache.copies.runs import RowRuns
 from hicache.errors import HostPoolError
 from transport.wording import first_line

@@ -12,10 +12,10 @@ import numpy.typing as npt
 from hicache.copies.cuda.method import (
     CopyMethodMissing,
     CudaStream,
-    Direction,
     RowPair,
     single_rows,
 )
+from hicache.copies.row_copy import Direction
 from hicache.copies.runs import RowRuns
 from hicache.errors import HostPoolError
 from transport.wording import first_line

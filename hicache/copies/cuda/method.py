@@ -9,17 +9,16 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from hicache.copies.row_copy import Direction
 from hicache.copies.rows import Rows
 from hicache.copies.runs import RowRuns
 from hicache.errors import HostPoolError
 from transport.wording import first_line
-
-Direction = Literal["load", "store"]
 
 AddressArray = npt.NDArray[np.int64]
 

@@ -23,8 +23,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from hicache.copies.cuda.method import CopyMethod, CudaEvent, CudaStream, Direction
-from hicache.copies.row_copy import Done, PendingCopy
+from hicache.copies.cuda.method import CopyMethod, CudaEvent, CudaStream
+from hicache.copies.row_copy import Direction, Done, PendingCopy
 from hicache.copies.runs import IndexArray, RowRuns, merge_runs
 from hicache.errors import HostPoolError
 

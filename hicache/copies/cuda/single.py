@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from hicache.copies.cuda.method import CudaStream, Direction
+from hicache.copies.cuda.method import CudaStream
 from hicache.copies.cuda.rows import GpuRows
+from hicache.copies.row_copy import Direction
 from hicache.copies.rows import HostRows
 from hicache.copies.runs import RowRuns
 

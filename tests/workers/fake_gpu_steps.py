@@ -32,16 +32,16 @@ from workers.attention.page_pool import PagePool
 from workers.contract import DecodeRow, EngineInfo, PromptChunk, StepPlan
 from workers.engine import step_buffers
 from workers.engine.engine import ModelEngine
-from workers.models.deepseek_v41.cache.cache_layout import build_cache_layout as describe_caches
 from workers.models.deepseek_v41.cache.pools import ServingCaches
-from workers.models.deepseek_v41.cache.row_layout import build_serving_layout
 from workers.models.deepseek_v41.cache.states import cut_state, load_state
 from workers.models.deepseek_v41.config.config_file import read_config
+from workers.models.deepseek_v41.layout.cache_layout import build_cache_layout as describe_caches
+from workers.models.deepseek_v41.layout.row_layout import build_serving_layout
+from workers.models.deepseek_v41.loading.placing import WeightLoader
 from workers.models.deepseek_v41.model.model import DeepseekV41
 from workers.models.deepseek_v41.model.served import ServedDeepseekV41
 from workers.models.deepseek_v41.moe.experts import Experts
 from workers.models.deepseek_v41.weights.checkpoint import open_checkpoint
-from workers.models.deepseek_v41.weights.placing import WeightLoader
 from workers.models.hf.attention_function import ATTENTION_NAME, register
 from workers.models.hf.model import HfModel
 from workers.models.hf.page_layout import build_cache_layout, layer_shapes

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from workers.models.served_model import LoadModel
 
 _LOADERS: Final = {
-    "deepseek_v41": "workers.models.deepseek_v41.model.loader",
-    "deepseek_v41_text": "workers.models.deepseek_v41.model.loader",
+    "deepseek_v41": "workers.models.deepseek_v41.loading.loader",
+    "deepseek_v41_text": "workers.models.deepseek_v41.loading.loader",
 }
 _TRANSFORMERS: Final = "workers.models.hf.model"
 """For all others."""

@@ -14,9 +14,9 @@ from workers.models.deepseek_v41.attention.compressor import Compressor
 from workers.models.deepseek_v41.attention.indexer import EntryChooser, Indexer
 from workers.models.deepseek_v41.attention.rope import Rotation, _frequencies, _yarn
 from workers.models.deepseek_v41.engram.layer import Engram
+from workers.models.deepseek_v41.linear import RMSNorm
 from workers.models.deepseek_v41.model import hyper_connection, model
 from workers.models.deepseek_v41.model.hyper_connection import HyperConnection, Mix
-from workers.models.deepseek_v41.model.linear import RMSNorm
 from workers.models.deepseek_v41.model.model import Layer
 from workers.models.deepseek_v41.moe import moe
 from workers.models.deepseek_v41.moe.moe import Gate

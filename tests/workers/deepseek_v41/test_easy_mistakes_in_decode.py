@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from workers.models.deepseek_v41.cache.pools import ServingCaches
-from workers.models.deepseek_v41.cache.row_layout import entries_per_page
 from workers.models.deepseek_v41.engram.hashing import BORDER
+from workers.models.deepseek_v41.layout.row_layout import entries_per_page
 from workers.models.deepseek_v41.model.model import Layer
 
 LENGTH, STEPS = 37, 32

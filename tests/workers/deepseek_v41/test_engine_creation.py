@@ -8,12 +8,12 @@ import torch
 from workers.contract import ModelLoadError, StepPlan
 from workers.engine.trial_steps import heaviest_steps
 from workers.models.deepseek_v41.config.config_file import read_config
+from workers.models.deepseek_v41.loading import network
+from workers.models.deepseek_v41.loading.placing import WeightLoader, weight_bytes
 from workers.models.deepseek_v41.model.model import DeepseekV41
 from workers.models.deepseek_v41.moe.experts import Experts
-from workers.models.deepseek_v41.weights import loading
 from workers.models.deepseek_v41.weights.checkpoint import open_checkpoint
 from workers.models.deepseek_v41.weights.dummy import DummyWeights
-from workers.models.deepseek_v41.weights.placing import WeightLoader, weight_bytes
 
 DATA = Path(__file__).parents[2] / "data"
 CPU = torch.device("cpu")
@@ -165,8 +165,8 @@ def test_the_released_model_needs_more_than_one_device_has():
 def test_weights_that_do_not_fit_are_refused_before_any_is_read(
     new_driver, monkeypatch, changes, advice
 ):
-    monkeypatch.setattr(loading, "free_memory", lambda device: 6 << 20)
-    monkeypatch.setattr(loading, "WeightLoader", None)  # not to be called
+    monkeypatch.setattr(network, "free_memory", lambda device: 6 << 20)
+    monkeypatch.setattr(network, "WeightLoader", None)  # not to be called
     said = rf"v41_tiny need 0\.0 GiB on cpu.* 0\.0 GiB are free there: .*{advice}"
     with pytest.raises(ModelLoadError, match=said):
         new_driver(**changes)

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from tests.support.engines import DirectUpload, batch_tensors
 from workers.attention.batch import LogitRow, Segment
 from workers.models.deepseek_v41.cache.pools import ServingCaches
-from workers.models.deepseek_v41.cache.row_layout import build_serving_layout
 from workers.models.deepseek_v41.config.model_config import ModelConfig, RopeScaling
 from workers.models.deepseek_v41.engram.hashing import EngramHash, _primes_from
 from workers.models.deepseek_v41.engram.lookup import EngramLookup
 from workers.models.deepseek_v41.engram.table import DummyEngramTable
+from workers.models.deepseek_v41.layout.row_layout import build_serving_layout
+from workers.models.deepseek_v41.loading.placing import WeightLoader
 from workers.models.deepseek_v41.model.model import DeepseekV41
-from workers.models.deepseek_v41.model.step import StepBuilder
+from workers.models.deepseek_v41.steps.step import StepBuilder
 from workers.models.deepseek_v41.weights.dummy import DummyWeights
-from workers.models.deepseek_v41.weights.placing import WeightLoader
 
 VOCAB = 40
 CPU = torch.device("cpu")

@@ -10,12 +10,12 @@ from workers.contract import DecodeRow, StepPlan
 from workers.engine.slot_tables import SlotTables
 from workers.engine.step_buffers import StepBuffers
 from workers.models.deepseek_v41.cache.pools import ServingCaches
-from workers.models.deepseek_v41.cache.row_layout import build_serving_layout
 from workers.models.deepseek_v41.cache.states import cut_state
 from workers.models.deepseek_v41.config.config_file import read_config
+from workers.models.deepseek_v41.layout.row_layout import build_serving_layout
+from workers.models.deepseek_v41.loading.placing import weight_bytes
 from workers.models.deepseek_v41.model.model import DeepseekV41
 from workers.models.deepseek_v41.weights.dummy import DummyWeights
-from workers.models.deepseek_v41.weights.placing import weight_bytes
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ from transport.child import ProcessSettings
 from transport.ids import ProcessName
 from workers import prefix_cache
 from workers.contract import ModelLoadError
-from workers.models.deepseek_v41.model import loader
+from workers.models.deepseek_v41.loading import loader
 from workers.run import create_engine
 from workers.settings import WorkerSettings
 

@@ -7,7 +7,7 @@ import torch
 from tests.support.engines import DirectUpload, batch_tensors
 from workers.attention.batch import LogitRow, Segment
 from workers.models.deepseek_v41.engram.hashing import BORDER
-from workers.models.deepseek_v41.model.step import StepBuilder
+from workers.models.deepseek_v41.steps.step import StepBuilder
 
 KEEP = 24
 

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from workers.attention.row_tiles import TILE_ROWS, map_rows, position_tiles
-from workers.models.deepseek_v41.attention.rows import Rows
-from workers.models.deepseek_v41.cache.row_layout import entries_per_page
-from workers.models.deepseek_v41.model.linear import Linear, RMSNorm, batched_product
+from workers.models.deepseek_v41.layout.row_layout import entries_per_page
+from workers.models.deepseek_v41.linear import Linear, RMSNorm, batched_product
+from workers.models.deepseek_v41.steps.rows import Rows
 
 if TYPE_CHECKING:
     from workers.models.deepseek_v41.attention.rope import Rotation
-    from workers.models.deepseek_v41.attention.rows import Span
     from workers.models.deepseek_v41.cache.pools import ServingCaches
     from workers.models.deepseek_v41.config.model_config import LayerRole, ModelConfig
+    from workers.models.deepseek_v41.steps.rows import Span
 
 _PRODUCT_ELEMENTS: Final = 1 << 26
 """Query-key products that one call may hold."""

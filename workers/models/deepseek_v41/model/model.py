@@ -12,23 +12,23 @@ from workers.models.deepseek_v41.attention.attention import Attention, attend
 from workers.models.deepseek_v41.attention.indexer import Choice, EntryChooser, IndexQuery
 from workers.models.deepseek_v41.attention.rope import Rotation, compressed_rope, window_rope
 from workers.models.deepseek_v41.engram.layer import Engram
+from workers.models.deepseek_v41.linear import Linear, RMSNorm, batched_product
 from workers.models.deepseek_v41.model.hyper_connection import (
     HyperConnection,
     Mix,
     collapse,
     expand,
 )
-from workers.models.deepseek_v41.model.linear import Linear, RMSNorm, batched_product
 from workers.models.deepseek_v41.moe.experts import Experts
 from workers.models.deepseek_v41.moe.moe import MoE
 
 if TYPE_CHECKING:
-    from workers.models.deepseek_v41.attention.entries import Entries
     from workers.models.deepseek_v41.attention.rope import Rope
-    from workers.models.deepseek_v41.attention.rows import Rows
     from workers.models.deepseek_v41.cache.pools import ServingCaches
     from workers.models.deepseek_v41.config.model_config import LayerRole, ModelConfig
-    from workers.models.deepseek_v41.model.step import Step
+    from workers.models.deepseek_v41.steps.entries import Entries
+    from workers.models.deepseek_v41.steps.rows import Rows
+    from workers.models.deepseek_v41.steps.step import Step
 
 
 class Pass:

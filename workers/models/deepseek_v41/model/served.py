@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from workers.models.deepseek_v41.cache.states import SlotStates
-from workers.models.deepseek_v41.model.step import StepBuilder
+from workers.models.deepseek_v41.steps.step import StepBuilder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from workers.models.deepseek_v41.cache.pools import ServingCaches
     from workers.models.deepseek_v41.engram.lookup import EngramLookup
     from workers.models.deepseek_v41.model.model import DeepseekV41
-    from workers.models.deepseek_v41.model.step import StepInputs
+    from workers.models.deepseek_v41.steps.step import StepInputs
 
 
 class ServedDeepseekV41:

@@ -6,11 +6,11 @@ from math import prod
 
 import pytest
 
-from workers.models.deepseek_v41.cache import cache_layout
-from workers.models.deepseek_v41.cache.cache_layout import build_cache_layout
-from workers.models.deepseek_v41.cache.row_layout import build_serving_layout
 from workers.models.deepseek_v41.config.layer_cut import cut_layers
 from workers.models.deepseek_v41.config.model_config import ModelConfig, Quantization, RopeScaling
+from workers.models.deepseek_v41.layout import cache_layout
+from workers.models.deepseek_v41.layout.cache_layout import build_cache_layout
+from workers.models.deepseek_v41.layout.row_layout import build_serving_layout
 
 KEEP = 140
 RELEASED = ModelConfig(

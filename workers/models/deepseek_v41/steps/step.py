@@ -10,16 +10,16 @@ from torch import Tensor
 
 from workers.attention.row_tiles import Tile, position_tiles
 from workers.contract import PAGE_TOKENS
-from workers.models.deepseek_v41.attention.entries import EntryInputs
-from workers.models.deepseek_v41.attention.rows import RowInputs, Rows, Span, ragged_arange
+from workers.models.deepseek_v41.steps.entries import EntryInputs
+from workers.models.deepseek_v41.steps.rows import RowInputs, Rows, Span, ragged_arange
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from workers.attention.batch import BatchTensors, IntArray, LogitRow, Segment, StepUpload
-    from workers.models.deepseek_v41.attention.entries import Entries
-    from workers.models.deepseek_v41.cache.row_layout import ServingLayout
     from workers.models.deepseek_v41.config.model_config import ModelConfig
+    from workers.models.deepseek_v41.layout.row_layout import ServingLayout
+    from workers.models.deepseek_v41.steps.entries import Entries
 
 
 @dataclass(frozen=True)

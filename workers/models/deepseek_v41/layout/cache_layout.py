@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Final
 
 from hicache.layout import CacheLayout
 from workers.contract import PAGE_TOKENS
-from workers.models.deepseek_v41.cache.row_layout import build_serving_layout
+from workers.models.deepseek_v41.layout.row_layout import build_serving_layout
 
 if TYPE_CHECKING:
-    from workers.models.deepseek_v41.cache.row_layout import ServingLayout
     from workers.models.deepseek_v41.config.model_config import ModelConfig
+    from workers.models.deepseek_v41.layout.row_layout import ServingLayout
 
 COMPUTE_VERSION: Final = 1
 """Enters the fingerprint. Raise it with a change of code that may change the numbers in a page or a state of

@@ -9,8 +9,8 @@ import numpy as np
 
 from workers.attention.row_tiles import Tile, position_tiles
 from workers.contract import PAGE_TOKENS
-from workers.models.deepseek_v41.attention.rows import Span, ragged_arange
-from workers.models.deepseek_v41.cache.row_layout import entries_per_page
+from workers.models.deepseek_v41.layout.row_layout import entries_per_page
+from workers.models.deepseek_v41.steps.rows import Span, ragged_arange
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

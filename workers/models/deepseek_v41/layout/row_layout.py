@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from hicache.layout import TensorSlice
 from workers.contract import PAGE_TOKENS
-from workers.models.deepseek_v41.cache.cache_formats import GLOBAL_KV, INDEX_KEY, WINDOW_KV
+from workers.models.deepseek_v41.layout.cache_formats import GLOBAL_KV, INDEX_KEY, WINDOW_KV
 
 if TYPE_CHECKING:
     from workers.models.deepseek_v41.config.model_config import ModelConfig

@@ -11,12 +11,7 @@ import torch
 
 from workers.contract import ModelLoadError
 from workers.hardware.device import default_dtype
-from workers.models.deepseek_v41.cache.cache_layout import build_cache_layout
 from workers.models.deepseek_v41.cache.pools import ServingCaches
-from workers.models.deepseek_v41.cache.row_layout import (
-    KVFormat,
-    build_serving_layout,
-)
 from workers.models.deepseek_v41.config.config_file import read_config
 from workers.models.deepseek_v41.engram.hashing import EngramHash
 from workers.models.deepseek_v41.engram.lookup import EngramLookup
@@ -28,10 +23,15 @@ from workers.models.deepseek_v41.engram.table import (
 )
 from workers.models.deepseek_v41.engram.token_map import dummy_token_map, load_token_map
 from workers.models.deepseek_v41.engram.warmup import EngramWarmup
+from workers.models.deepseek_v41.layout.cache_layout import build_cache_layout
+from workers.models.deepseek_v41.layout.row_layout import (
+    KVFormat,
+    build_serving_layout,
+)
+from workers.models.deepseek_v41.loading.network import load_network
 from workers.models.deepseek_v41.model.served import ServedDeepseekV41
 from workers.models.deepseek_v41.weights.checkpoint import open_checkpoint
 from workers.models.deepseek_v41.weights.dummy import DummyWeights
-from workers.models.deepseek_v41.weights.loading import load_network
 from workers.models.served_model import LoadedModel, LoadObserver, choose_context_length
 from workers.models.weights_identity import weights_identity
 

@@ -9,9 +9,9 @@ import torch
 from transport.wording import GIB
 from workers.contract import ModelLoadError
 from workers.hardware.device import free_memory
+from workers.models.deepseek_v41.loading.load_progress import load_progress
+from workers.models.deepseek_v41.loading.placing import WeightLoader, weight_bytes
 from workers.models.deepseek_v41.model.model import DeepseekV41
-from workers.models.deepseek_v41.weights.load_progress import load_progress
-from workers.models.deepseek_v41.weights.placing import WeightLoader, weight_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

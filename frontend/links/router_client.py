@@ -49,7 +49,6 @@ class RouterClient:
 
     @property
     def live(self) -> int:
-        """How many requests the router works on for this frontend."""
         return len(self._live)
 
     # ---- out ----

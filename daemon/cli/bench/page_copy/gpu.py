@@ -17,8 +17,8 @@ from typing import Final
 
 import torch
 
-from daemon.cli.bench.page_copy_cases import CopyCase, all_cases, prompts
-from daemon.cli.bench.page_copy_report import (
+from daemon.cli.bench.page_copy.cases import CopyCase, all_cases, prompts
+from daemon.cli.bench.page_copy.report import (
     CopyFigures,
     Rates,
     Report,

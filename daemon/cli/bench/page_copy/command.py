@@ -39,8 +39,8 @@ def page_copy(
             EXIT_USAGE,
         )
     # Imported here: no other command needs torch.
-    from daemon.cli.bench.page_copy_gpu import measure_page_copies  # noqa: PLC0415
-    from daemon.cli.bench.page_copy_report import show  # noqa: PLC0415
+    from daemon.cli.bench.page_copy.gpu import measure_page_copies  # noqa: PLC0415
+    from daemon.cli.bench.page_copy.report import show  # noqa: PLC0415
 
     console = table_console()
     report = measure_page_copies(device, lambda line: console.print(line, style="dim"))

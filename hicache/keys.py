@@ -11,10 +11,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
-TokenArray = npt.NDArray[np.int32]
+from transport.framing import TokenArray
 
 KEY_BYTES: Final = 16
 _ROOT: Final = b"hicache root"

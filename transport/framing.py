@@ -15,6 +15,9 @@ from transport.messages.base import Message
 
 Payload = bytes | bytearray | memoryview | zmq.Frame
 
+TokenArray = npt.NDArray[np.int32]
+"""Token ids."""
+
 MessageT = TypeVar("MessageT", bound=Message)
 
 _encoder = msgspec.msgpack.Encoder()
@@ -40,12 +43,12 @@ def decode_header(frame: Payload, decoder: Decoder[MessageT]) -> MessageT:
         raise BadMessage(f"not a message of this protocol version: {error}") from error
 
 
-def token_frame(ids: Sequence[int] | npt.NDArray[np.int32]) -> memoryview:
+def token_frame(ids: Sequence[int] | TokenArray) -> memoryview:
     """Token ids as a payload frame (little-endian int32)."""
     return np.ascontiguousarray(ids, dtype="<i4").data.cast("B")
 
 
-def read_tokens(frame: Payload) -> npt.NDArray[np.int32]:
+def read_tokens(frame: Payload) -> TokenArray:
     """Token ids of a payload frame, without a copy.
 
     Raises:

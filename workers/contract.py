@@ -26,9 +26,8 @@ from hicache.copies.cache_copies import DeviceCache
 from hicache.copies.runs import IndexArray
 from hicache.layout import CacheLayout
 from hicache.manager.step_copies import PrefixLoad, PrefixStore
+from transport.framing import TokenArray
 from transport.messages.generate import SamplingParams
-
-TokenArray = npt.NDArray[np.int32]
 
 PAGE_TOKENS: Final = 128
 """Tokens to a page of every served model. Tests of the scheduler use smaller pages."""

@@ -11,7 +11,7 @@ from hicache.manager.null import NO_PREFIX_CACHE, PrefixManager
 from hicache.pool.host_pool import HostPool
 from transport.telemetry.metrics import MetricSet
 from workers.contract import Engine, ModelLoadError
-from workers.engine.host_memory import available_host_memory
+from workers.hardware.host_memory import available_host_memory
 from workers.settings import WorkerSettings
 
 

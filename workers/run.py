@@ -6,9 +6,6 @@ import gc
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-
-import msgspec
 
 from hicache.manager.null import NO_PREFIX_CACHE, PrefixManager
 from transport.links.daemon import DaemonLink
@@ -18,16 +15,14 @@ from transport.process import Process, run_process
 from workers.contract import PAGE_TOKENS, Engine, ModelLoadError
 from workers.daemon_inbox import DaemonInbox
 from workers.engine.fake import FakeEngine, FakeEngineSettings
-from workers.engine.settings import EngineSettings
 from workers.prefix_cache import check_cache_layout, open_prefix_manager
 from workers.scheduling.scheduler import Scheduler
-from workers.settings import WorkerSettings
+from workers.settings import EngineSettings, WorkerSettings
 from workers.telemetry import WorkerTelemetry
 from workers.worker import Worker
 
 FAKE_VOCAB = 49_152
 FAKE_MODEL_LEN = 8192
-DEEPSEEK_V41_TYPES = frozenset({"deepseek_v41", "deepseek_v41_text"})
 
 
 def main() -> int:
@@ -44,12 +39,12 @@ def _serve(process: Process[WorkerSettings, WorkerNotice]) -> None:
     prefixes: PrefixManager = NO_PREFIX_CACHE
     try:
         info = engine.info
-        telemetry = WorkerTelemetry(process.metrics, info, _device_bytes(settings))
+        telemetry = WorkerTelemetry(process.metrics, info, _device_bytes(settings.engine))
         if settings.hicache_fd is not None:
             daemon.set_state("loading", "reserving memory for the prefix cache")
         prefixes = open_prefix_manager(settings, engine, process.metrics)
         scheduler = Scheduler(
-            info, settings.max_batched_tokens, settings.prefill_any_interval, prefixes.reuse
+            info, settings.engine.max_batched_tokens, settings.prefill_any_interval, prefixes.reuse
         )
         telemetry.update(scheduler)
         hello = settings.process.hello()
@@ -71,62 +66,35 @@ def create_engine(settings: WorkerSettings, daemon: DaemonLink[WorkerNotice]) ->
     Raises:
         ModelLoadError: the model cannot be loaded here.
     """
-    if settings.engine == "fake":
+    wanted = settings.engine
+    if wanted.kind == "fake":
         return FakeEngine(
             FakeEngineSettings(
                 vocab_size=FAKE_VOCAB,
-                num_pages=(FAKE_MODEL_LEN // PAGE_TOKENS) * settings.max_num_seqs,
-                max_num_seqs=settings.max_num_seqs,
-                max_model_len=settings.max_model_len or FAKE_MODEL_LEN,
+                num_pages=(FAKE_MODEL_LEN // PAGE_TOKENS) * wanted.max_num_seqs,
+                max_num_seqs=wanted.max_num_seqs,
+                max_model_len=wanted.max_model_len or FAKE_MODEL_LEN,
                 pipeline_depth=0,
                 checking=False,
-                step_seconds=settings.fake_step_seconds,
+                step_seconds=wanted.fake_step_seconds,
             )
         )
-    wanted = EngineSettings(
-        model_dir=settings.model_dir,
-        accelerator=settings.accelerator,
-        device_index=settings.device_index,
-        dtype=settings.dtype,
-        load_format=settings.load_format,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        kv_cache_gb=settings.kv_cache_gb,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        max_batched_tokens=settings.max_batched_tokens,
-        num_threads=settings.num_threads,
+    # Imported here: the fake engine, and so every protocol test, starts without torch.
+    from workers.engine.create import create_engine as create_model_engine  # noqa: PLC0415
+    from workers.models.served_model import LoadObserver  # noqa: PLC0415
+
+    observer = LoadObserver(
         report=lambda detail: daemon.set_state("loading", detail),
-        kv_dtype=settings.kv_dtype,
-        keep_tokens=settings.keep_tokens,
-        deterministic=settings.deterministic,
-        hf_overrides=settings.hf_overrides,
-        stores_prefixes=settings.hicache_fd is not None,
         check_layout=partial(check_cache_layout, settings),
     )
-    # Imported here: the fake engine, and so every protocol test, starts without torch.
-    if model_type(settings.model_dir) in DEEPSEEK_V41_TYPES:
-        from workers.models.deepseek_v41.model.engine import create_deepseek_v41_engine  # noqa: PLC0415
-
-        return create_deepseek_v41_engine(wanted)
-    from workers.engine.torch_engine import create_torch_engine  # noqa: PLC0415
-
-    return create_torch_engine(wanted)
+    return create_model_engine(wanted, observer)
 
 
-def model_type(model_dir: str) -> str:
-    """What `config.json` calls the architecture; "" where it does not say."""
-    try:
-        config = msgspec.json.decode((Path(model_dir) / "config.json").read_bytes())
-    except (OSError, msgspec.DecodeError):
-        return ""
-    return str(config.get("model_type", "")) if isinstance(config, dict) else ""
-
-
-def _device_bytes(settings: WorkerSettings) -> Callable[[], int] | None:
+def _device_bytes(settings: EngineSettings) -> Callable[[], int] | None:
     """What tells the GPU memory of this process; None: it uses no GPU."""
-    if settings.engine == "fake" or settings.accelerator != "nvidia":
+    if settings.kind == "fake" or settings.accelerator != "nvidia":
         return None
-    from workers.engine.device import reserved_bytes  # noqa: PLC0415  as above: torch
+    from workers.hardware.device import reserved_bytes  # noqa: PLC0415  as above: torch
 
     return partial(reserved_bytes, settings.device_index)
 

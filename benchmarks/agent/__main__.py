@@ -132,7 +132,7 @@ def replay(
         url = f"http://127.0.0.1:{server.port}"
         draw = random.Random(seed)
         with ApiClient(url) as client:
-            model = msgspec.json.decode(client.get("/v1/models"), type=_Models).data[0].id
+            model = client.model().id
             system, sessions = make_trace(shape, SampleText.calibrated(draw, client, model), draw)
         status.update(f"replaying with a host cache of {options['hicache_size_gb']} GiB a rank")
         began = time.monotonic()
@@ -147,14 +147,6 @@ def replay(
         turns=sorted(run.turns, key=lambda turn: (turn.session, turn.turn)), errors=run.errors,
         preemptions=sum(row.preemptions or 0 for row in state.cache),
     )  # fmt: skip
-
-
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
 
 
 class _CacheRow(msgspec.Struct):

@@ -32,7 +32,7 @@ from benchmarks.prefix.soak_run import (
     Killer,
     MemoryWatch,
 )
-from benchmarks.prefix.turns import KnownTurns, TurnMaker, model_length
+from benchmarks.prefix.turns import KnownTurns, TurnMaker
 from benchmarks.servers import end_daemon, free_port, started
 from daemon.cli.check.api_client import ApiClient
 
@@ -85,7 +85,7 @@ def know_turns(port: int, conversations: int, seed: int, console: Console) -> Kn
         ApiClient(f"http://127.0.0.1:{port}") as client,
         Progress(console=console, transient=True) as progress,
     ):
-        maker = TurnMaker(client, model_length(client), random.Random(seed))
+        maker = TurnMaker(client, random.Random(seed))
         for _ in progress.track(range(conversations), description="asking without the cache"):
             maker.make()
     return maker.turns

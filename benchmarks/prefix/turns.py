@@ -86,11 +86,11 @@ class _Reply(msgspec.Struct):
 class TurnMaker:
     """Makes conversations up and asks for their answers, one after the other."""
 
-    def __init__(self, client: ApiClient, max_model_len: int, draw: random.Random) -> None:
+    def __init__(self, client: ApiClient, draw: random.Random) -> None:
         self._client = client
         self._draw = draw
         # A token has at least about a character.
-        self._limit = min(max_model_len, LONGEST_PROMPT) - ROOM
+        self._limit = min(client.model().max_model_len or LONGEST_PROMPT, LONGEST_PROMPT) - ROOM
         self._systems = [self._text(self._limit // 5) for _ in range(SYSTEM_PROMPTS)]
         self._talks: list[Messages] = []
         self.turns = KnownTurns([])
@@ -146,16 +146,3 @@ class TurnMaker:
     def _text(self, characters: int) -> str:
         text = " ".join(self._draw.choices(WORDS, k=max(1, characters // 4)))
         return text[: max(characters, 1)]
-
-
-class _Model(msgspec.Struct):
-    max_model_len: int
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
-def model_length(client: ApiClient) -> int:
-    """Prompt plus output that the server allows, in tokens."""
-    return msgspec.json.decode(client.get("/v1/models"), type=_Models).data[0].max_model_len

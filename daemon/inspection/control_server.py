@@ -14,7 +14,7 @@ import zmq
 
 from daemon.inspection.command_relay import CommandError, CommandRelay
 from transport.ids import ProcessName
-from transport.messages.base import PROTOCOL_VERSION, Hello, Message, Refused, Welcome
+from transport.messages.base import Hello, Message, Refused, Welcome
 from transport.messages.control import CacheCommand, DumpStacks, ProcessCommand, SetLogLevel
 from transport.messages.from_daemon import Answer
 from transport.messages.telemetry import Snapshot
@@ -114,7 +114,7 @@ class ControlServer:
         peer = received.peer
         match received.message:
             case Hello() as hello:
-                problem = self._refusal(hello) or processes.knows(hello)
+                problem = hello.problem("daemon", self._config_hash) or processes.knows(hello)
                 if problem is not None:
                     log.error("refused %s: %s", peer, problem)
                     self._control.send(peer, Refused(problem))
@@ -152,10 +152,3 @@ class ControlServer:
             self._relay.start(peer, command, processes.living(), time.monotonic())
         except CommandError as error:
             self._control.send(peer, Answer(command.serial, str(error)), b"")
-
-    def _refusal(self, hello: Hello) -> str | None:
-        if hello.version != PROTOCOL_VERSION:
-            return f"it speaks protocol {hello.version}, this daemon speaks {PROTOCOL_VERSION}"
-        if hello.config_hash != self._config_hash:
-            return "it was started with another configuration"
-        return None

@@ -15,7 +15,7 @@ from daemon.errors import ConfigurationError, DeepInferError
 from hicache.errors import HostPoolError
 from hicache.pool.segment import create_segment
 from transport.wording import GIB
-from workers.engine.host_memory import available_host_memory
+from workers.hardware.host_memory import available_host_memory
 
 GPU_POOL_GIB: Final = 32.0
 CPU_POOL_GIB: Final = 0.5

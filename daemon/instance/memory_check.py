@@ -14,7 +14,7 @@ from daemon.configuration.config import InstanceConfig
 from daemon.errors import ConfigurationError
 from transport.wording import GIB
 from workers.contract import ModelLoadError
-from workers.engine.host_memory import available_host_memory
+from workers.hardware.host_memory import available_host_memory
 from workers.models.deepseek_v41.weights.tensor_table import is_engram_table
 from workers.models.safetensors_header import read_header
 

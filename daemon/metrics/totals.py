@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from transport.messages.telemetry import Snapshot
+from transport.telemetry import catalog
+from transport.telemetry.catalog import CounterMetric, HistogramMetric
 from transport.telemetry.values import HistogramValue, SocketStats
 
 Labels = tuple[str, ...]
@@ -50,25 +52,24 @@ class Totals:
     def add_sockets(self, process: str, sockets: Sequence[SocketStats]) -> None:
         for socket in sockets:
             where = (process, socket.name)
-            self._count(("socket_messages", (*where, "received")), socket.received)
-            self._count(("socket_messages", (*where, "sent")), socket.sent)
-            self._count(("socket_bytes", (*where, "received")), socket.received_bytes)
-            self._count(("socket_bytes", (*where, "sent")), socket.sent_bytes)
-            self._count(("socket_refused_sends", where), socket.refused)
+            self._count((catalog.SOCKET_MESSAGES.name, (*where, "received")), socket.received)
+            self._count((catalog.SOCKET_MESSAGES.name, (*where, "sent")), socket.sent)
+            self._count((catalog.SOCKET_BYTES.name, (*where, "received")), socket.received_bytes)
+            self._count((catalog.SOCKET_BYTES.name, (*where, "sent")), socket.sent_bytes)
+            self._count((catalog.SOCKET_REFUSED_SENDS.name, where), socket.refused)
 
-    def counter(self, name: str, *first_labels: str) -> float:
+    def counter(self, metric: CounterMetric, *first_labels: str) -> float:
         """Sum of a counter over all series whose labels begin with these."""
         width = len(first_labels)
         return sum(
             value
             for (found, labels), value in self.counters.items()
-            if found == name and labels[:width] == first_labels
+            if found == metric.name and labels[:width] == first_labels
         )
 
-    def observations(self, name: str) -> int:
-        return sum(
-            sum(value.counts) for (found, _), value in self.histograms.items() if found == name
-        )
+    def observations(self, metric: HistogramMetric) -> int:
+        values = self.histograms.items()
+        return sum(sum(value.counts) for (found, _), value in values if found == metric.name)
 
     def _count(self, key: Key, value: float) -> None:
         self.counters[key] = self.counters.get(key, 0.0) + value

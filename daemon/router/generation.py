@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from transport.framing import Payload, token_frame
+from transport.framing import Payload, TokenArray, token_frame
 from transport.ids import NO_RANK, DpRank, ProcessName, RequestId
 from transport.messages.generate import Encode, StageTimes
 from transport.messages.telemetry import RequestRow
@@ -48,7 +47,7 @@ class Generation:
     running_at: float = 0.0
     tokenizer: ProcessName | None = None
     rank: DpRank = NO_RANK
-    prompt: npt.NDArray[np.int32] | None = None
+    prompt: TokenArray | None = None
     migrations: int = 0
 
     @classmethod
@@ -95,7 +94,6 @@ class Generation:
         )
 
     def tokens_so_far(self, index: int) -> memoryview:
-        """Prompt and output of a choice as a token frame."""
         assert self.prompt is not None
         output = self.choices[index].output
         if not output:
@@ -103,7 +101,6 @@ class Generation:
         return token_frame(np.concatenate([self.prompt, np.asarray(output, dtype=np.int32)]))
 
     def encode(self) -> Encode:
-        """What has a tokenizer encode the prompt; `prompt_frame` is its frame."""
         wanted = self.message
         return Encode(wanted.request_id, wanted.kind, wanted.add_special_tokens, wanted.affinity)
 

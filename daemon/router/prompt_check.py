@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 from msgspec.structs import replace
 
+from transport.framing import TokenArray
 from transport.messages.generate import ModelInfo, PromptKind
 from transport.messages.to_router import Submit
 
@@ -25,10 +24,7 @@ def longest(model: ModelInfo) -> int:
     return min(model.max_model_len, model.pool_tokens)
 
 
-def find_problem(
-    kind: PromptKind, prompt: npt.NDArray[np.int32], model: ModelInfo
-) -> PromptProblem | None:
-    """What is wrong with a prompt, or None."""
+def find_problem(kind: PromptKind, prompt: TokenArray, model: ModelInfo) -> PromptProblem | None:
     param = "messages" if kind == "chat" else "prompt"
     if not len(prompt):
         return PromptProblem("empty_prompt", "The prompt has no tokens.", param)

@@ -20,7 +20,7 @@ from daemon.router.tap import Tap
 from transport.child import StopFlag
 from transport.ids import ProcessName
 from transport.links.daemon import DaemonLink
-from transport.messages.base import PROTOCOL_VERSION, Hello, Refused, Welcome
+from transport.messages.base import Hello, Refused, Welcome
 from transport.messages.from_daemon import ROUTER_NOTICES, Drain, PeerLost, RouterNotice
 from transport.messages.generate import Cancel, Encode, Encoded, RequestFailed, Throttle, TokenBatch
 from transport.messages.to_router import (
@@ -144,12 +144,10 @@ class Router:
                 assert_never(other)
 
     def _greet(self, peer: ProcessName, hello: Hello, now: float) -> list[Outgoing]:
-        process = self._settings.process
-        if hello.version != PROTOCOL_VERSION:
-            reason = f"it speaks protocol {hello.version}, the router speaks {PROTOCOL_VERSION}"
-            return [Outgoing(peer, Refused(reason))]
-        if hello.config_hash != process.config_hash:
-            return [Outgoing(peer, Refused("it was started with another configuration"))]
+        problem = hello.problem("router", self._settings.process.config_hash)
+        if problem is not None:
+            log.error("refused %s: %s", peer, problem)
+            return [Outgoing(peer, Refused(problem))]
         out: list[Outgoing] = []
         if self._pids.get(peer, hello.pid) != hello.pid:
             # Its predecessor, if the daemon has not said so.

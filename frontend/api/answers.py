@@ -32,15 +32,10 @@ class CollectedAnswer:
         self._done.set()
 
     def leave(self) -> None:
-        """The client has left: nobody wants the answer."""
         self._done.set()
 
     async def result(self) -> list[CollectedChoice] | None:
-        """The choices, once all are finished; None if the client left before.
-
-        Raises:
-            ApiError: a prompt failed.
-        """
+        """Waits for all choices; None if the client left first. Raises ApiError if a prompt failed."""
         await self._done.wait()
         if self._error is not None:
             raise self._error
@@ -71,7 +66,7 @@ class StreamedAnswer:
                 self._buffer.end()
 
     def fail(self, error: ApiError) -> None:
-        """An error in place of the stream, or its last event."""
+        """The error takes the place of the stream, or is its last event."""
         if self._has_begun or self._buffer.size:
             self._buffer.append(self._writer.failure(error))
         else:
@@ -79,9 +74,8 @@ class StreamedAnswer:
         self._buffer.end()
 
     def begin(self) -> None:
-        """The headers are out: from here on errors are events."""
+        """The headers are out: from now on an error is an event."""
         self._has_begun = True
 
     def leave(self) -> None:
-        """The client has left: nobody wants the rest."""
         self._buffer.end()

@@ -8,7 +8,6 @@ from functools import cached_property
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from frontend.conversation import Conversation
@@ -16,8 +15,7 @@ from frontend.tokenizer.chat_template import ChatTemplate
 from frontend.tokenizer.control_tokens import RenderedText, alias_tokenizer
 from frontend.tokenizer.errors import PromptError
 from frontend.tokenizer.load import TokenizerFiles
-
-TokenArray = npt.NDArray[np.int32]
+from transport.framing import TokenArray
 
 _DECODER = msgspec.json.Decoder(Conversation)
 

@@ -24,6 +24,7 @@ from transport.messages.generate import Encode, Encoded, RequestFailed
 from transport.messages.to_tokenizer import TO_TOKENIZER, ToTokenizer
 from transport.process import Process, run_process
 from transport.sockets import DealerSocket
+from transport.telemetry import catalog
 from transport.telemetry.metrics import MetricSet
 
 BLOCKED_POLL_MS = 10
@@ -50,9 +51,9 @@ class TokenizerLoop:
         self._encoder = encoder
         self._router = RouterLink(router, hello, self, router_lost)
         self._daemon = daemon
-        self._prompts = metrics.counter("tokenizer_prompts")
-        self._tokens = metrics.counter("tokenizer_tokens")
-        self._failures = metrics.counter("tokenizer_failures")
+        self._prompts = metrics.counter(catalog.TOKENIZER_PROMPTS)
+        self._tokens = metrics.counter(catalog.TOKENIZER_TOKENS)
+        self._failures = metrics.counter(catalog.TOKENIZER_FAILURES)
 
     def run(self, stop: StopFlag, idle_seconds: float) -> None:
         """Serve until `stop` is set.

@@ -25,8 +25,9 @@ from hicache.cache.pool_content import PoolContent
 from hicache.cache.stats import CacheCounts, CacheStats
 from hicache.cache.stores import Stores
 from hicache.copies.runs import IndexArray
-from hicache.keys import PromptKeys, TokenArray, prompt_keys
+from hicache.keys import PromptKeys, prompt_keys
 from hicache.pool.host_pool import HostPool
+from transport.framing import TokenArray
 from transport.messages.cache_report import PrefixMiss, PrefixUse
 
 _KEPT_MISSES: Final = 10

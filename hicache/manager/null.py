@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from hicache.copies.runs import IndexArray
-from hicache.keys import TokenArray
 from hicache.manager.host import HostPrefixCache
 from hicache.manager.reuse import PrefixReuse
 from hicache.manager.step_copies import PrefixLoad, PrefixStore
 from hicache.manager.ticket import PrefixTicket
 from hicache.manager.transfers import PrefixTransfers
+from transport.framing import TokenArray
 from transport.messages.cache_report import CacheContent
 from transport.messages.control import CacheAction
 

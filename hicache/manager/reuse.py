@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable
 
 from hicache.cache.outcomes import Hit
 from hicache.cache.prefix_cache import PrefixCache
-from hicache.keys import PromptKeys, TokenArray
+from hicache.keys import PromptKeys
 from hicache.manager.demand import PrefixDemand
 from hicache.manager.prefills import Prefills
 from hicache.manager.step_copies import PrefixLoad, PrefixStore
 from hicache.manager.ticket import PrefixTicket
+from transport.framing import TokenArray
 
 
 class PrefixReuse:

@@ -4,7 +4,6 @@ GPU. With one, `tests/daemon/test_bench_on_gpu.py` runs it."""
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 from random import Random
 from unittest.mock import MagicMock
@@ -15,14 +14,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from daemon.cli.bench import page_copy_gpu
-from daemon.cli.bench.page_copy_cases import (
+from daemon.cli.bench.page_copy import command, gpu
+from daemon.cli.bench.page_copy.cases import (
     all_cases,
     churned_prompts,
     fresh_prompts,
     scattered_rows,
 )
-from daemon.cli.bench.page_copy_report import (
+from daemon.cli.bench.page_copy.report import (
     CopyFigures,
     Rates,
     Report,
@@ -33,9 +32,6 @@ from daemon.cli.bench.page_copy_report import (
 from daemon.cli.main import main
 from daemon.errors import DeepInferError
 from hicache.copies.runs import merge_runs
-
-# The package's attribute of this name is the command itself.
-command = importlib.import_module("daemon.cli.bench.page_copy")
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +128,9 @@ def test_a_decode_keeps_its_two_streams(monkeypatch):
     entered: list[object] = []
     cuda.stream = lambda where: contextlib.nullcontext(entered.append(where))
     monkeypatch.setattr(torch, "cuda", cuda)
-    monkeypatch.setattr(page_copy_gpu, "DECODE_LAYERS", 1)
-    monkeypatch.setattr(page_copy_gpu, "DECODE_WIDTH", 8)
-    decode = page_copy_gpu.DecodeLoad(torch.device("cpu"))
+    monkeypatch.setattr(gpu, "DECODE_LAYERS", 1)
+    monkeypatch.setattr(gpu, "DECODE_WIDTH", 8)
+    decode = gpu.DecodeLoad(torch.device("cpu"))
     within = []
     for _ in range(3):
         decode.step_seconds(lambda: within.append(entered[-1]))
@@ -172,7 +168,7 @@ def test_a_gpu_that_torch_cannot_use_is_a_sentence_too(monkeypatch, capsys, tmp_
 def test_the_file_holds_all_figures(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(command, "nvidia_devices", lambda: ["0"])
     monkeypatch.setattr(
-        "daemon.cli.bench.page_copy_gpu.measure_page_copies", lambda index, progress: REPORT
+        "daemon.cli.bench.page_copy.gpu.measure_page_copies", lambda index, progress: REPORT
     )
     command.page_copy(json=tmp_path / "figures.json")
     assert msgspec.json.decode((tmp_path / "figures.json").read_bytes(), type=Report) == REPORT

@@ -15,7 +15,7 @@ from daemon.configuration.config import InstanceConfig
 from daemon.errors import ConfigurationError
 from daemon.instance.memory_check import check_memory, weight_bytes
 from transport.wording import GIB
-from workers.engine import host_memory
+from workers.hardware import host_memory
 
 
 @pytest.fixture

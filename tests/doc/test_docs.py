@@ -18,7 +18,6 @@ import pytest
 
 from daemon.cli.main import app
 from daemon.configuration.config import InstanceConfig
-from daemon.metrics.catalog import METRICS
 from transport import messages
 from transport.messages.any import AnyMessage
 from transport.messages.base import Message
@@ -37,6 +36,7 @@ from transport.messages.to_frontend import ToFrontend
 from transport.messages.to_router import ToRouter
 from transport.messages.to_tokenizer import ToTokenizer
 from transport.messages.to_worker import ToWorker
+from transport.telemetry.catalog import METRICS
 
 ROOT = Path(__file__).parents[2]
 DOC = ROOT / "doc"

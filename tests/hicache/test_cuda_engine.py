@@ -21,13 +21,11 @@ from hicache.copies.open import open_cache_copies
 from hicache.manager.host import HostPrefixCache
 from hicache.pool.host_pool import HostPool, PoolGeometry
 from hicache.pool.segment import create_segment
+from tests.support.engines import open_engine
 from transport.ids import ProcessName, RequestId
 from transport.messages.generate import Generate, SamplingParams
 from transport.telemetry.metrics import MetricSet
 from workers.contract import Engine
-from workers.engine.settings import EngineSettings
-from workers.engine.torch_engine import create_torch_engine
-from workers.models.deepseek_v41.model.engine import create_deepseek_v41_engine
 from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.sequence import Sequence
 
@@ -36,7 +34,6 @@ PLENTY = 1 << 40
 OUTPUT = 5
 V41_TINY = Path(__file__).parents[1] / "data" / "v41_tiny"
 KV_CACHE_GB = {"llama": 18.5 * 65_536 / 1e9, "deepseek_v41": 18.5 * 98_304 / 1e9}
-CREATE = {"llama": create_torch_engine, "deepseek_v41": create_deepseek_v41_engine}
 ON_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
@@ -123,16 +120,15 @@ def open_rank(model_dir) -> Iterator[Callable[..., Rank]]:
         def open_it(model: str, accelerator: str, choice: str, host_pages: int) -> Rank:
             if accelerator == "nvidia":
                 pytest.importorskip("cuda.core")
-            settings = EngineSettings(
-                model_dir=str(model_dir if model == "llama" else V41_TINY),
-                accelerator=accelerator, device_index=0, dtype="float32", load_format="auto",
-                max_model_len=1024, max_num_seqs=5, kv_cache_gb=KV_CACHE_GB[model],
-                gpu_memory_utilization=0.5, max_batched_tokens=300, num_threads=1,
-                report=lambda line: None, keep_tokens=24, stores_prefixes=True,
+            engine = open_engine(
+                model_dir if model == "llama" else V41_TINY,
+                accelerator=accelerator, max_model_len=1024, max_num_seqs=5,
+                kv_cache_gb=KV_CACHE_GB[model], gpu_memory_utilization=0.5, max_batched_tokens=300,
+                keep_tokens=24, stores_prefixes=True,
             )  # fmt: skip
             fd = create_segment("test")
             stack.callback(os.close, fd)
-            rank = Rank(CREATE[model](settings), fd, host_pages, choice)
+            rank = Rank(engine, fd, host_pages, choice)
             # Four conversations of up to nine pages want more.
             assert 8 <= rank.engine.info.num_pages <= 20
             stack.callback(rank.close)

@@ -24,6 +24,7 @@ from transport.messages.telemetry import Snapshot
 from transport.messages.to_daemon import SNAPSHOTS, CommandDone, FatalError, Query, StateChanged
 from transport.sockets import RouterSocket
 from transport.stacks import ThreadStack
+from transport.telemetry.catalog import CounterMetric
 from transport.telemetry.metrics import MetricSet
 
 NAME = ProcessName("worker/0")
@@ -64,7 +65,7 @@ def make_link(context, endpoints):
             NAME, "worker", "test", endpoints.run_dir, os.getpid(), "hash", **{**values, **changes}
         )
         metrics = MetricSet()
-        metrics.counter("steps").add(7)
+        metrics.counter(CounterMetric("steps", "Steps.")).add(7)
         link = DaemonLink(context, settings, metrics, ANY_MESSAGE)
         link.inbox = []
         links.append(link)

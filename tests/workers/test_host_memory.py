@@ -7,8 +7,8 @@ import psutil
 import pytest
 
 from transport.wording import GIB
-from workers.engine import host_memory
-from workers.engine.host_memory import available_host_memory
+from workers.hardware import host_memory
+from workers.hardware.host_memory import available_host_memory
 
 
 @pytest.mark.parametrize("unified", [True, False])

@@ -11,10 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
+from tests.support.engines import open_engine
 from transport.ids import ProcessName, RequestId
 from transport.messages.generate import RUNNING, Generate, SamplingParams
-from workers.engine.settings import EngineSettings
-from workers.engine.torch_engine import create_torch_engine
 from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.sequence import Sequence
 
@@ -45,14 +44,14 @@ def run_scheduled(
     stagger: int = 0,
 ) -> tuple[list[list[int]], int]:
     """Greedy tokens per prompt, and how often a sequence was preempted."""
-    engine = create_torch_engine(
-        EngineSettings(
-            model_dir=str(model_dir), accelerator="cpu", device_index=0, dtype="float32",
-            load_format="auto", max_model_len=pages * 128, max_num_seqs=max_num_seqs,
-            kv_cache_gb=(pages * page_bytes + page_bytes // 2) / 1e9, gpu_memory_utilization=0.9,
-            max_batched_tokens=chunk, num_threads=torch.get_num_threads(), report=lambda line: None,
-        )
-    )  # fmt: skip
+    engine = open_engine(
+        model_dir,
+        max_model_len=pages * 128,
+        max_num_seqs=max_num_seqs,
+        kv_cache_gb=(pages * page_bytes + page_bytes // 2) / 1e9,
+        max_batched_tokens=chunk,
+        num_threads=torch.get_num_threads(),
+    )
     try:
         assert engine.info.num_pages == pages
         scheduler = Scheduler(engine.info, chunk, prefill_any_interval=1)

@@ -27,6 +27,14 @@ class Hello(Message, frozen=True):
     pid: int
     config_hash: str
 
+    def problem(self, receiver: str, config_hash: str) -> str | None:
+        """Why the receiver must refuse who says this; None: nothing is wrong."""
+        if self.version != PROTOCOL_VERSION:
+            return f"it speaks protocol {self.version}, the {receiver} speaks {PROTOCOL_VERSION}"
+        if self.config_hash != config_hash:
+            return "it was started with another configuration"
+        return None
+
 
 class Welcome(Message, frozen=True):
     """The peer is accepted."""

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from hicache.copies.cache_copies import DeviceCache
 from hicache.copies.rows import HostRows, RowArray
 from hicache.layout import CacheLayout
+from transport.framing import TokenArray
 from workers.contract import (
     PAGE_TOKENS,
     DecodeRow,
@@ -27,7 +28,6 @@ from workers.contract import (
     PromptChunk,
     StepPlan,
     StepResult,
-    TokenArray,
     TokenLogprobs,
 )
 

@@ -78,6 +78,16 @@ class _Event(msgspec.Struct):
     error: _Error | None = None
 
 
+class OfferedModel(msgspec.Struct, frozen=True):
+    id: str
+    max_model_len: int | None = None
+    """Prompt plus output, in tokens; None: the server does not say."""
+
+
+class _ModelList(msgspec.Struct):
+    data: list[OfferedModel]
+
+
 _read_event: Final = msgspec.json.Decoder(_Event).decode
 
 
@@ -128,6 +138,17 @@ class ApiClient:
             RequestFailed: no answer, or one that is not 200.
         """
         return self._whole("POST", path, body)
+
+    def model(self) -> OfferedModel:
+        """The first model that the server offers.
+
+        Raises:
+            RequestFailed: no answer, or not that of OpenAI's API.
+        """
+        try:
+            return msgspec.json.decode(self.get("/v1/models"), type=_ModelList).data[0]
+        except (msgspec.MsgspecError, IndexError) as error:
+            raise self._foreign("its list of models is not understood") from error
 
     def stream(self, path: str, body: JsonBody, leave_after: int | None = None) -> StreamedAnswer:
         """The answer, streamed, with usage.

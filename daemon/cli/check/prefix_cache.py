@@ -27,7 +27,7 @@ from daemon.cli.check.api_client import (
     StreamedAnswer,
 )
 from daemon.cli.check.sample_text import SampleText
-from daemon.cli.output import plain_table, table_console
+from daemon.cli.output import plain_table, print_json, table_console
 from daemon.cli.units import duration, number
 from daemon.errors import DeepInferError
 
@@ -42,14 +42,6 @@ PROBE_TOKENS: Final = 384
 """Length of a prompt that any cache must know the second time."""
 MOST_PROBES: Final = 4
 SHOWN_CHARACTERS: Final = 30
-
-
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _ModelList(msgspec.Struct):
-    data: list[_Model]
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -141,22 +133,6 @@ def can_chat(client: ApiClient, model: str) -> bool:
             return False
         raise
     return True
-
-
-def find_model(client: ApiClient) -> str:
-    """The name under which the server offers its model.
-
-    Raises:
-        DeepInferError: it does not speak the API.
-    """
-    try:
-        answer = msgspec.json.decode(client.get("/v1/models"), type=_ModelList)
-        return answer.data[0].id
-    except (msgspec.MsgspecError, LookupError) as error:
-        raise DeepInferError(
-            f"{client.url} does not speak OpenAI's API: its list of models is not understood.",
-            EXIT_NOT_CHECKED,
-        ) from error
 
 
 def check_has_cache(client: ApiClient, model: str, text: SampleText, chat: bool) -> None:
@@ -339,16 +315,14 @@ def prefix_cache(
     console = table_console()
     try:
         with ApiClient(url, api_key) as client:
-            model = find_model(client)
+            model = client.model().id
             found = run_turns(client, model, workload)
             done = list(found) if json else _show_turns(found, console)
     except RequestFailed as error:
         raise DeepInferError(str(error), EXIT_NOT_CHECKED) from error
     report = _report(client.url, model, done)
     if json:
-        console.file.write(
-            msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n"
-        )
+        print_json(console, msgspec.json.encode(report))
     else:
         _show_verdict(report, console)
     sys.exit(EXIT_EQUAL if report.equal else EXIT_DIFFERENT)

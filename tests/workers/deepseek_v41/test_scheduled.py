@@ -78,7 +78,7 @@ def test_preempted_and_recomputed(make_driver, golden, prompts, keep):
     assert together == alone
 
 
-def test_the_exact_mode_does_not_differ_by_a_bit(make_driver, prompts):
+def test_batch_invariant_results_do_not_differ_by_a_bit(make_driver, prompts):
     """Logprobs are compared without tolerance: alone, in a batch, and with other chunks."""
     engine = make_driver(deterministic=True, keep_tokens=24).engine
     seeds = [11, 12, 13]
@@ -94,7 +94,7 @@ def test_the_exact_mode_does_not_differ_by_a_bit(make_driver, prompts):
     assert len(set(map(tuple, together[0]))) == 3
 
 
-def test_the_exact_mode_meets_the_golden_values(make_driver, golden, prompts):
+def test_batch_invariant_results_meet_the_golden_values(make_driver, golden, prompts):
     tokens, _, _ = run(make_driver(deterministic=True).engine, prompts[:2], chunk=64)
     expected = golden("v41_tiny", "golden")
     assert tokens == [expected[f"p{n}.greedy"].tolist() for n in LENGTHS[:2]]

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from workers.models.deepseek_v41.cache.row_layout import entries_per_page
 from workers.models.deepseek_v41.cache.vector_formats import serving_formats
+from workers.models.deepseek_v41.layout.row_layout import entries_per_page
 
 if TYPE_CHECKING:
-    from workers.models.deepseek_v41.attention.entries import Entries
-    from workers.models.deepseek_v41.attention.rows import Rows
-    from workers.models.deepseek_v41.cache.row_layout import ServingLayout
     from workers.models.deepseek_v41.config.model_config import ModelConfig
+    from workers.models.deepseek_v41.layout.row_layout import ServingLayout
+    from workers.models.deepseek_v41.steps.entries import Entries
+    from workers.models.deepseek_v41.steps.rows import Rows
 
 
 class ServingCaches:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from hicache.copies.rows import RowArray
     from workers.models.deepseek_v41.cache.pools import ServingCaches
-    from workers.models.deepseek_v41.cache.row_layout import ServingLayout
+    from workers.models.deepseek_v41.layout.row_layout import ServingLayout
 
 
 class SlotStates:

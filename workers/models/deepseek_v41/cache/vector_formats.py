@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from workers.models.deepseek_v41.cache.cache_formats import GLOBAL_KV, INDEX_KEY, WINDOW_KV
+from workers.models.deepseek_v41.layout.cache_formats import GLOBAL_KV, INDEX_KEY, WINDOW_KV
 
 if TYPE_CHECKING:
-    from workers.models.deepseek_v41.cache.cache_formats import RecordFormat
-    from workers.models.deepseek_v41.cache.row_layout import KVFormat
     from workers.models.deepseek_v41.config.model_config import ModelConfig
+    from workers.models.deepseek_v41.layout.cache_formats import RecordFormat
+    from workers.models.deepseek_v41.layout.row_layout import KVFormat
 
 
 class VectorFormat(Protocol):

@@ -14,7 +14,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
-from workers.engine.host_memory import available_host_memory
+from workers.hardware.host_memory import available_host_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,23 +12,23 @@ from workers.models.deepseek_v41.attention.attention import Attention, attend
 from workers.models.deepseek_v41.attention.indexer import Choice, EntryChooser, IndexQuery
 from workers.models.deepseek_v41.attention.rope import Rotation, compressed_rope, window_rope
 from workers.models.deepseek_v41.engram.layer import Engram
+from workers.models.deepseek_v41.linear import Linear, RMSNorm, batched_product
 from workers.models.deepseek_v41.model.hyper_connection import (
     HyperConnection,
     Mix,
     collapse,
     expand,
 )
-from workers.models.deepseek_v41.model.linear import Linear, RMSNorm, batched_product
 from workers.models.deepseek_v41.moe.experts import Experts
 from workers.models.deepseek_v41.moe.moe import MoE
 
 if TYPE_CHECKING:
-    from workers.models.deepseek_v41.attention.entries import Entries
     from workers.models.deepseek_v41.attention.rope import Rope
-    from workers.models.deepseek_v41.attention.rows import Rows
     from workers.models.deepseek_v41.cache.pools import ServingCaches
     from workers.models.deepseek_v41.config.model_config import LayerRole, ModelConfig
-    from workers.models.deepseek_v41.model.step import Step
+    from workers.models.deepseek_v41.steps.entries import Entries
+    from workers.models.deepseek_v41.steps.rows import Rows
+    from workers.models.deepseek_v41.steps.step import Step
 
 
 class Pass:
@@ -113,13 +113,14 @@ class Layer(nn.Module):
             address,
             self.attn.attn_sink,
         )
-        exact = rows.tiles is not None
 
         def finish(stream: Tensor, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
             mix: Mix = self.hc_attn(stream)
             stream = expand(self.attn.output(heads, Rotation(cos, sin)), stream, mix)
             ffn_mix: Mix = self.hc_ffn(stream)
-            y = self.ffn(self.ffn_norm(collapse(stream, mix.pre)), one_row_tiles=exact)
+            y = self.ffn(
+                self.ffn_norm(collapse(stream, mix.pre)), one_row_tiles=rows.tiles is not None
+            )
             return expand(y, stream, ffn_mix), ffn_mix.pre
 
         stream, pre = rows.map(finish, stream, heads, rotation.cos, rotation.sin)

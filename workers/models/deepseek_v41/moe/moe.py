@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from workers.models.deepseek_v41.model.linear import Linear, batched_product, float32_parameter
+from workers.models.deepseek_v41.linear import Linear, batched_product, float32_parameter
 
 if TYPE_CHECKING:
     from workers.models.deepseek_v41.config.model_config import ModelConfig

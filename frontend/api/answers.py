@@ -49,7 +49,6 @@ class StreamedAnswer:
         self._open = choices
         self._events = writer.events
         self._writer = writer
-        self._append = buffer.append
         self._buffer = buffer
         self._has_begun = False
         self.early_error: ApiError | None = None
@@ -58,7 +57,7 @@ class StreamedAnswer:
     def write(self, number: int, delta: Delta) -> None:
         data = self._events(number, delta)
         if data:
-            self._append(data)
+            self._buffer.append(data)
         if type(delta) is Finish:
             self._open -= 1
             if not self._open:
@@ -76,6 +75,3 @@ class StreamedAnswer:
     def begin(self) -> None:
         """The headers are out: from now on an error is an event."""
         self._has_begun = True
-
-    def leave(self) -> None:
-        self._buffer.end()

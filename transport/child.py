@@ -50,7 +50,6 @@ class ProcessSettings(msgspec.Struct, frozen=True):
     """How long to wait for the router and the daemon to answer `Hello`."""
 
     def hello(self) -> Hello:
-        """This very process's greeting to the daemon and to the router."""
         return Hello(PROTOCOL_VERSION, self.role, self.name, os.getpid(), self.config_hash)
 
 
@@ -80,7 +79,6 @@ class StopFlag:
         return self._event.is_set()
 
     def wait(self, timeout: float) -> bool:
-        """Wait until set, at most `timeout` seconds."""
         return self._event.wait(timeout)
 
 

@@ -35,7 +35,6 @@ class AsyncDealer(Generic[MessageT]):
         self._schedule()
 
     def send(self, message: Message, *frames: Payload) -> bool:
-        """Send; False if the peer does not read."""
         accepted = self._dealer.send(message, *frames)
         self._schedule()
         return accepted

@@ -43,7 +43,6 @@ class LogprobWriter:
         self._records: list[npt.NDArray[np.int32]] = []
 
     def write(self, found: SampledLogprobs, top: int) -> None:
-        """One token's record, with `top` likely ones."""
         record = np.empty(1 + 2 * top, dtype="<i4")
         record[:1].view("<f4")[0] = found.chosen
         record[1 : 1 + top] = found.top_ids[:top]

@@ -27,5 +27,4 @@ def configure_logging(process: str, level: str) -> None:
 
 
 def set_level(level: str) -> None:
-    """Change the level of this process; `level` is one of LEVELS."""
     logging.getLogger().setLevel(level.upper())

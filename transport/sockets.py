@@ -196,7 +196,6 @@ class DealerSocket(ReceivingSocket[MessageT]):
 
     @property
     def can_send(self) -> bool:
-        """Whether the next `send` will be taken."""
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
 
     def send(self, message: Message, *frames: Payload) -> bool:
@@ -253,7 +252,6 @@ class PublisherSocket(CountingSocket):
         super().__init__(socket, _name(endpoint))
 
     def publish(self, message: Message) -> bool:
-        """Send; False if it could not be."""
         return self._send_frames([encode_header(message)])
 
 

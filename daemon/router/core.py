@@ -144,7 +144,6 @@ class RouterCore:
         return self._admission.refusal(generation, peers.model is not None and comes)
 
     def cancel(self, message: Cancel, now: float) -> list[Outgoing]:
-        """The client has gone, a stop string was found, or the reader is too slow."""
         generation = self._generations.get(message.request_id)
         if generation is None:
             return []
@@ -301,7 +300,6 @@ class RouterCore:
 
     @property
     def num_waiting(self) -> int:
-        """HTTP requests of which no worker has begun some prompt."""
         return self._admission.num_waiting
 
     def rows(self) -> list[RequestRow]:
@@ -374,7 +372,6 @@ class RouterCore:
         self._cancel_all(generation, "failed")
 
     def _close(self, generation: Generation) -> None:
-        """Forget a request; what it occupied is free again."""
         if generation.tokenizer is not None and generation.tokenizer in self._peers.tokenizers:
             self._peers.tokenizers[generation.tokenizer] -= 1
         for index in range(len(generation.choices)):

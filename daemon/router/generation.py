@@ -94,7 +94,6 @@ class Generation:
         )
 
     def tokens_so_far(self, index: int) -> memoryview:
-        """Prompt and output of a choice as a token frame."""
         assert self.prompt is not None
         output = self.choices[index].output
         if not output:
@@ -102,7 +101,6 @@ class Generation:
         return token_frame(np.concatenate([self.prompt, np.asarray(output, dtype=np.int32)]))
 
     def encode(self) -> Encode:
-        """What has a tokenizer encode the prompt; `prompt_frame` is its frame."""
         wanted = self.message
         return Encode(wanted.request_id, wanted.kind, wanted.add_special_tokens, wanted.affinity)
 

@@ -32,11 +32,9 @@ class RouterMetrics:
         return self._metrics.counter(catalog.ADMISSION_REJECTIONS, reason)
 
     def prompts_at(self, tokenizer: ProcessName, count: int) -> None:
-        """A tokenizer has been given so many prompts that it has not answered."""
         self._set_outstanding("prompts", tokenizer, count)
 
     def choices_at(self, worker: ProcessName, count: int) -> None:
-        """A worker has been given so many choices that it has not finished."""
         self._set_outstanding("choices", worker, count)
 
     def update_outstanding(

@@ -43,9 +43,7 @@ SendResult = Literal["sent", "kept", "lost"]
 class SendingSocket(Protocol):
     """The part of `RouterSocket` that is needed."""
 
-    def send(self, peer: ProcessName, message: Message, *frames: Payload) -> bool:
-        """Send to a peer; False if it is not connected or does not read."""
-        ...
+    def send(self, peer: ProcessName, message: Message, *frames: Payload) -> bool: ...
 
     def forward(self, peer: ProcessName, received: Received[Message]) -> bool: ...
 

@@ -25,7 +25,6 @@ def longest(model: ModelInfo) -> int:
 
 
 def find_problem(kind: PromptKind, prompt: TokenArray, model: ModelInfo) -> PromptProblem | None:
-    """What is wrong with a prompt, or None."""
     param = "messages" if kind == "chat" else "prompt"
     if not len(prompt):
         return PromptProblem("empty_prompt", "The prompt has no tokens.", param)

@@ -29,6 +29,7 @@ from transport.framing import decode_header, encode_header, token_frame
 from transport.ids import ProcessName, RequestId
 from transport.messages.base import Message
 from transport.messages.control import CacheCommand
+from transport.messages.from_daemon import InstanceStatus
 from transport.messages.generate import (
     FINISH_LENGTH,
     FINISH_STOP,
@@ -256,7 +257,7 @@ class ServedFrontend:
         self.loop = asyncio.get_running_loop()
         metrics = FrontendMetrics(self.metrics)
         client = self.router.client = RouterClient(self.router.send, metrics)
-        self.gate = Gate(self.settings, client, metrics)
+        self.gate = Gate(self.settings, metrics)
 
         async def ask_daemon(question: Query | CacheCommand) -> bytes:
             if isinstance(question, CacheCommand):
@@ -275,8 +276,8 @@ class ServedFrontend:
             ask_daemon=ask_daemon,
             started_at=0,
         )
-        self.gate.set_state("ready", "")
-        self.router.deliver(Serving(ModelInfo(VOCAB, MAX_LEN, (EOS,), 10_000)))
+        self.gate.take(InstanceStatus("ready"))
+        self.gate.take(Serving(ModelInfo(VOCAB, MAX_LEN, (EOS,), 10_000)))
         app = FrontendApp(self.services)
         settings = self.settings
         limits = HttpLimits(

@@ -1,10 +1,11 @@
-"""The torch engine against transformers' own `generate`: greedy tokens must be equal in float32,
+"""The engine against transformers' own `generate`: greedy tokens must be equal in float32,
 whatever else is in the batch and however the prompt is cut. Plans are made by hand here."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -407,6 +408,42 @@ def test_a_placeholder_step_yields_nothing_and_changes_nothing(
         assert (result.step, result.tokens.tolist(), result.logprobs) == (77, [], {})
         driver.decode([0])
     assert driver.output(0) == greedy_reference(checkpoints("llama"), [make_prompt(5)], 4)[0]
+    engine.close()
+
+
+def arrival(driver: Driver, slot: int) -> PromptChunk:
+    """The sequence of `slot`, as if its prompt and first token came from elsewhere."""
+    tokens = np.array(driver.sequences[slot], np.int32)
+    return PromptChunk(
+        slot=slot, start=len(tokens) - 1, tokens=tokens[-1:], pages=tuple(driver.pages[slot]),
+        sample=True, begin=True, sampling=driver.sampling, seed=5,
+        prompt_len=driver.prompt_len[slot], history=tokens,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [5, 127, 128, 200])
+def test_a_sequence_whose_prompt_was_computed_elsewhere_goes_on_as_there(
+    checkpoints: Callable[[str], Path], length: int
+) -> None:
+    """Here "elsewhere" is slot 0, whose pages are handed to slot 1; random draws and penalties go on too."""
+    sampling = SamplingParams(max_tokens=1, temperature=1.0, repetition_penalty=1.3)
+    engine = open_engine(checkpoints("llama"))
+    driver = Driver(engine, sampling)
+    driver.begin(0, make_prompt(length), 99, seed=5)
+    driver.begin(2, make_prompt(9), 99)
+    for table in (driver.sequences, driver.pages):
+        table[1] = list(table[0])
+    driver.computed[1], driver.prompt_len[1] = driver.computed[0], driver.prompt_len[0]
+    for _ in range(4):
+        driver.decode([0])
+    expected = driver.output(0)
+    first = driver.decode_plan([1, 2])
+    chunk = arrival(driver, 1)
+    result = driver.run(replace(first, arrivals=(chunk,), new_pages=()))
+    driver.sequences[1].append(int(result.tokens[0]))
+    for _ in range(3):
+        driver.decode([1])
+    assert driver.output(1) == expected
     engine.close()
 
 

@@ -230,3 +230,21 @@ def test_nobody_is_displaced_for_a_prompt_that_does_not_fit():
         step.launched = engine.launch(step.plan)
         scheduler.collect()
     assert scheduler.counts.preemptions == 0
+
+
+def test_prompts_that_are_half_computed_do_not_keep_a_better_one_from_starting():
+    """It ranks before them, so what they still need is not kept for them: else nobody got on."""
+    engine = FakeEngine(FakeEngineSettings(VOCAB, 13, 4, 13 * PAGE, page_tokens=PAGE))
+    scheduler = Scheduler(engine.info, 4, 1)
+    arrivals = {0: Wanted([0] * 49, 1, 0, True, 2, 0, None, None),
+                1: Wanted([0] * 41, 1, 0, True, 1, 0, None, None),
+                2: Wanted([0] * 17, 1, 0, True, 0, 0, None, None)}  # fmt: skip
+    finished = []
+    for turn in range(60):
+        if turn in arrivals:
+            scheduler.add(make_sequence(turn, arrivals[turn]))
+        step = scheduler.next_step()
+        if step is not None:
+            step.launched = engine.launch(step.plan)
+            finished += [row.sequence.key[0] for row in scheduler.collect().rows]
+    assert finished == ["r2", "r1", "r0"]

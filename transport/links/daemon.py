@@ -51,7 +51,10 @@ Control = DealerSocket[ToProcess | MessageT]
 
 
 class DaemonLink(Generic[MessageT]):
-    """Owner of the control and telemetry sockets of one process."""
+    """Owner of the control and telemetry sockets of one process.
+
+    `set_state`, `fatal` and `post` may be called from any thread.
+    """
 
     def __init__(
         self,
@@ -107,16 +110,13 @@ class DaemonLink(Generic[MessageT]):
             raise LinkRefusedError(f"the daemon refused this process: {self._refusal}")
 
     def set_state(self, state: ProcessState, detail: str = "") -> None:
-        """Tell the daemon what this process is doing. From any thread."""
         self._state, self._detail = state, detail
         self.post(StateChanged(state, detail))
 
     def fatal(self, reason: str) -> None:
-        """Tell the daemon that this process ends for a reason that a restart would not cure."""
         self.post(FatalError(reason))
 
     def post(self, message: Message, *frames: bytes) -> None:
-        """Send the daemon a message with its frames. From any thread."""
         with self._lock:
             if len(self._outbox) < MAX_OUTBOX:
                 self._outbox.append((message, frames))

@@ -82,7 +82,6 @@ class RouterLink(Generic[MessageT]):
 
     @property
     def has_unsent(self) -> bool:
-        """Whether the router has not taken all that it was sent."""
         return bool(self._unsent)
 
     def connect(self, poller: zmq.Poller) -> None:

@@ -58,7 +58,6 @@ class Histogram:
         self._total += value
 
     def observe_many(self, value: float, times: int) -> None:
-        """Count the same value `times` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._total += value * times
 
@@ -114,22 +113,18 @@ class MetricSet:
         return self._queues.setdefault(name, QueueGauge(name, capacity))
 
     def read_counters(self) -> dict[str, list[tuple[Labels, float]]]:
-        """All counters, for a `Snapshot`."""
         return _grouped([(key, counter.value) for key, counter in list(self._counters.items())])
 
     def read_gauges(self) -> dict[str, list[tuple[Labels, float]]]:
-        """All gauges, for a `Snapshot`."""
         return _grouped([(key, gauge.value) for key, gauge in list(self._gauges.items())])
 
     def read_histograms(self) -> dict[str, list[tuple[Labels, HistogramValue]]]:
-        """All histograms, for a `Snapshot`."""
         grouped: dict[str, list[tuple[Labels, HistogramValue]]] = {}
         for (name, labels), histogram in list(self._histograms.items()):
             grouped.setdefault(name, []).append((labels, histogram.read()))
         return grouped
 
     def read_queues(self) -> list[QueueStats]:
-        """All queue gauges, for a `Snapshot`."""
         return [queue.read() for queue in list(self._queues.values())]
 
 

@@ -27,7 +27,7 @@ class BlockManager:
         """`preempt` takes a sequence out of its queue and calls `release` for it."""
         self._pages = IndexPool(num_pages)
         self._slots = IndexPool(num_slots)
-        self._page_tokens = page_tokens
+        self.page_tokens = page_tokens
         self._preempt = preempt
         self._holders: list[Sequence] = []  # in `Sequence.order`
         """All that have a slot."""
@@ -46,13 +46,14 @@ class BlockManager:
 
     @property
     def max_tokens_of_one(self) -> int:
-        return self._pages.count * self._page_tokens
+        return self._pages.count * self.page_tokens
 
     # ---- slots --------------------------------------------------------------------------------
 
     def can_admit(self, sequence: Sequence, spare: int) -> bool:
         """Whether there is a slot for the sequence, and it is likely to get through its prompt with the
-        pages there are. What half-computed prompts still need is theirs.
+        pages there are. What half-computed prompts before it in order still need is theirs; those after
+        it would give way, so that they cannot keep it from starting.
 
         Args:
             sequence: without a slot.
@@ -63,8 +64,12 @@ class BlockManager:
             return False
         if self._slots.num_used == (victim is not None):
             return True  # it would be alone
-        after = sum(len(other.pages) for other in self._holders if _gives_way(other, sequence))
-        room = self._pages.num_free + after - self._promised(besides=victim)
+        room = self._pages.num_free
+        for other in self._holders:
+            if _gives_way(other, sequence):
+                room += len(other.pages)
+            else:
+                room -= self._promised(other)
         return room >= self._pages_for(sequence.num_tokens) + spare
 
     def admit(self, sequence: Sequence) -> None:
@@ -80,7 +85,7 @@ class BlockManager:
         missing = self._pages_for(num_tokens)
         if not self._slots.num_free:
             return False
-        if missing + spare > self._pages.num_free - self._promised(besides=None):
+        if missing + spare > self._pages.num_free - sum(map(self._promised, self._holders)):
             return False
         self._take_slot(sequence)
         sequence.pages += self._pages.take(missing)
@@ -90,13 +95,11 @@ class BlockManager:
         """Who gives up its slot for the sequence, while none is free."""
         return None if self._slots.num_free else self._last_after(sequence)
 
-    def _promised(self, besides: Sequence | None) -> int:
-        """Pages that half-computed prompts still need."""
-        return sum(
-            self._pages_for(other.num_tokens) - len(other.pages)
-            for other in self._holders
-            if other.status is Status.WAITING and other is not besides
-        )
+    def _promised(self, holder: Sequence) -> int:
+        """Pages that a half-computed prompt still needs."""
+        if holder.status is not Status.WAITING:
+            return 0
+        return self._pages_for(holder.num_tokens) - len(holder.pages)
 
     def _take_slot(self, sequence: Sequence) -> None:
         sequence.slot = self._slots.take(1)[0]
@@ -110,7 +113,7 @@ class BlockManager:
         missing = self._pages_for(stop) - len(sequence.pages)
         if missing > 0:
             self._take_pages(sequence, missing)
-        return min(stop, len(sequence.pages) * self._page_tokens)
+        return min(stop, len(sequence.pages) * self.page_tokens)
 
     def _take_pages(self, sequence: Sequence, count: int) -> None:
         """As many as there are, up to `count`."""
@@ -142,7 +145,7 @@ class BlockManager:
         return None
 
     def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self._page_tokens)
+        return -(-tokens // self.page_tokens)
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:
         """Compare with the sequences that there are.

@@ -33,7 +33,8 @@ class Decode:
             if not sequence.may_decode:  # or no more: one before it took its pages
                 continue
             position = sequence.num_computed
-            if self._blocks.cover(sequence, position + 1) <= position:
+            has_page = position < len(sequence.pages) * self._blocks.page_tokens
+            if not has_page and self._blocks.cover(sequence, position + 1) <= position:
                 self._preempt(sequence)
                 continue
             rows.append(StepRow(sequence, sequence.epoch, position, position + 1))

@@ -224,7 +224,7 @@ class Scheduler:
             step = self._commit_prompts(draft)
         else:
             plan = self._decode.commit(self._last_step, draft.rows)
-            step = InFlightStep(plan, tuple((row.sequence, row.epoch) for row in draft.rows), ())
+            step = InFlightStep(plan, draft.rows, ())
             self._decodes_since_prompt += 1
             self.counts.decode_steps += 1
         self._in_flight.append(step)
@@ -235,15 +235,15 @@ class Scheduler:
         started = tuple(row.sequence for row in draft.rows if not row.sequence.reported)
         for sequence in started:
             sequence.reported = True
-        whole = [row.sequence for row in draft.rows if row.stop == row.sequence.num_tokens]
-        for sequence in whole:
-            sequence.in_flight = 1
-            self._waiting.remove(sequence)
-            self._start_running(sequence)
+        whole = tuple(row for row in draft.rows if row.stop == row.sequence.num_tokens)
+        for row in whole:
+            row.sequence.in_flight = 1
+            self._waiting.remove(row.sequence)
+            self._start_running(row.sequence)
         self._decodes_since_prompt = 0
         self.counts.prompt_steps += 1
         self.counts.prompt_tokens += sum(row.stop - row.start for row in draft.rows)
-        return InFlightStep(plan, tuple((s, s.epoch) for s in whole), started)
+        return InFlightStep(plan, whole, started)
 
     # ---- results ------------------------------------------------------------------------------
 
@@ -261,19 +261,19 @@ class Scheduler:
             raise ValueError(f"expected step {step.plan.step}, got {result.step}")
         tokens: list[int] = result.tokens.tolist()
         rows = [
-            self._append(sequence, tokens[i], result.logprobs.get(i))
-            for i, (sequence, epoch) in enumerate(step.waiting)
-            if sequence.epoch == epoch
+            self._append(row.sequence, tokens[i], result.logprobs.get(i))
+            for i, row in enumerate(step.waiting)
+            if row.sequence.epoch == row.epoch
         ]
         self.counts.generated_tokens += len(rows)
         return StepOutput(step, rows)
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenRow:
-        generated = sequence.append(token)
+        generated, sampling = sequence.append(token), sequence.sampling
         finish = RUNNING
-        if token in sequence.stop_tokens and generated > sequence.sampling.min_tokens:
+        if token in sequence.stop_tokens and generated > sampling.min_tokens:
             finish = FINISH_STOP
-        elif generated >= sequence.sampling.max_tokens:
+        elif generated >= sampling.max_tokens:
             finish = FINISH_LENGTH
         if finish != RUNNING:
             self._finish(sequence)

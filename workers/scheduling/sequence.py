@@ -68,17 +68,15 @@ class Sequence:
     """Tokens that end it once `min_tokens` are there; set by the scheduler."""
     num_tokens: int = field(init=False)
     """Tokens known here, collected ones only."""
+    sampling: SamplingParams = field(init=False)
     prefix: PrefixTicket = field(init=False)
 
     def __post_init__(self) -> None:
+        self.sampling = self.generate.sampling
         self.num_tokens = len(self.prompt)
         self.prefix = PrefixTicket(
             self.key[0], self.prompt_len, self.generate.prefix_cache, self.generate.cache_salt
         )
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return self.generate.sampling
 
     @property
     def order(self) -> tuple[int, float, SequenceKey]:

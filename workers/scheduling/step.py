@@ -42,8 +42,8 @@ class InFlightStep:
     """A step that is committed, until its tokens are applied."""
 
     plan: StepPlan
-    waiting: tuple[tuple[Sequence, int], ...]
-    """Who gets the tokens, in the order of the plan, with its epoch at the commit."""
+    waiting: tuple[StepRow, ...]
+    """Who gets the tokens, in the order of the plan."""
     started: tuple[Sequence, ...]
     """Sequences whose first chunk is in this step."""
     launched_at: float = 0.0

@@ -85,7 +85,7 @@ def attend(
         window_keys: what `ServingCaches.exchange_window` returned.
         caches: where the global entries are.
         source: their kv source; None: window only.
-        address: int64 [T,K] as in `Choice.address`; None: window only.
+        address: int64 [T,K] as in `TopKSelection.address`; None: window only.
         sink: float32 [H], a logit without a value.
     """
     no_entries = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)

@@ -121,7 +121,6 @@ class EngramLookup:
         return self._warmup is not None and self._warmup.complete
 
     def _embeddings(self, row_ids: Tensor) -> dict[int, Tensor]:
-        """By layer, of row ids [T,layers,rows]."""
         return {
             layer: table.lookup(row_ids[:, i], self._dtype, self._device)
             for i, (layer, table) in enumerate(self._tables.items())

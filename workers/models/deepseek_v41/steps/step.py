@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from workers.attention.batch import BatchTensors, IntArray, LogitRow, Segment, StepUpload
     from workers.models.deepseek_v41.config.model_config import ModelConfig
     from workers.models.deepseek_v41.layout.row_layout import ServingLayout
-    from workers.models.deepseek_v41.steps.entries import Entries
+    from workers.models.deepseek_v41.steps.entries import CompressedEntries
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Step:
     """None: no row of this step runs through the decoder layers."""
     decoder_rows: Tensor | None
     """int64: rows of the encoder that the decoder keeps; None: all."""
-    entries: Mapping[int, Entries]
+    entries: Mapping[int, CompressedEntries]
     """By ratio."""
     logit_rows: Tensor
     """int64 [R]: rows of the decoder."""

@@ -54,12 +54,10 @@ class StoredShape:
 
 
 def scale_name(name: str) -> str:
-    """`a.weight` has its scale in `a.scale`."""
     return name.removesuffix("weight") + "scale"
 
 
 def is_engram_table(name: str) -> bool:
-    """Whether `name` is an Engram table or its scale: huge, and meant for the host's memory."""
     return ".engram.embed." in name
 
 

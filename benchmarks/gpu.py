@@ -47,7 +47,6 @@ class Part:
 
 
 def make_parts(out: Path, models: Path, v41_layers: int, repeats: int) -> list[Part]:
-    """All parts; makes the models that they need in `models`."""
     llama = models / "llama-8b-shaped"
     llama.mkdir()
     make_tokenizer(llama)
@@ -83,7 +82,7 @@ def _ttft(
     name: str, figures: Path, model: Path, lengths: tuple[int, int], repeats: int, serve: str
 ) -> Part:
     prefix, new = lengths
-    words = ("benchmarks.prefix_ttft", "--model", str(model), "--prefix-tokens", str(prefix))
+    words = ("benchmarks.prefix.ttft", "--model", str(model), "--prefix-tokens", str(prefix))
     more = ("--new-tokens", str(new), "--repeats", str(repeats), "--serve", serve)
     return Part(name, (*words, *more, "--json", str(figures)), figures)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -17,13 +18,18 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import cyclopts
 import msgspec
 import psutil
 
 from daemon.inspection.inspection_client import InspectionClient
 
 START_SECONDS = 120.0
+
+ServeOptions = Annotated[str, cyclopts.Parameter(allow_leading_hyphen=True)]
+"""Further options of `deepinfer serve`, in one word."""
 
 
 @dataclass
@@ -35,7 +41,6 @@ class Served:
     processes: dict[str, psutil.Process]
 
     def cpu_seconds(self) -> dict[str, float]:
-        """CPU time used so far, per process."""
         return {name: sum(process.cpu_times()[:2]) for name, process in self.processes.items()}
 
     def times_at_rank(self) -> dict[str, float]:
@@ -62,6 +67,16 @@ def start_daemon(folder: Path, port: int, **options: object) -> subprocess.Popen
         )  # fmt: skip
 
 
+def end_daemon(daemon: subprocess.Popen[bytes]) -> dict[str, int]:
+    """Stop it as a user would; returns what is wrong with its end."""
+    daemon.terminate()
+    try:
+        code = daemon.wait(60)
+    except subprocess.TimeoutExpired:
+        return {"the daemon had not ended after 60 s": 1}
+    return {f"exit code {code} of the daemon": 1} if code else {}
+
+
 @contextlib.contextmanager
 def started(
     folder: Path, port: int, options: dict[str, object]
@@ -75,6 +90,25 @@ def started(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(daemon.pid, signal.SIGKILL)
         daemon.wait(60)
+
+
+def served_options(words: str) -> dict[str, object]:
+    """`--dp 2 --deterministic` as keywords for `instance`.
+
+    Raises:
+        ValueError: a word is no option, or has a value too many.
+    """
+    options: dict[str, object] = {}
+    for word in shlex.split(words):
+        if word.startswith("--"):
+            name, has_value, value = word[2:].replace("-", "_").partition("=")
+            options[name] = value if has_value else True
+            last = name
+        elif options and options[last] is True:
+            options[last] = word
+        else:
+            raise ValueError(f"--serve: {word!r} belongs to no option: write --NAME VALUE")
+    return options
 
 
 @contextlib.contextmanager
@@ -115,14 +149,12 @@ def baseline(module: str, *arguments: str) -> Iterator[Served]:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Until `url` answers anything but 503."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from frontend.generation.choice_stream import ChoiceStream
-from transport.telemetry.metrics import TOKEN_BOUNDS, MetricSet
-
-STREAM_BUFFERS = "stream_buffer_bytes"
+from transport.telemetry import catalog
+from transport.telemetry.metrics import MetricSet
 
 
 class FrontendMetrics:
@@ -13,25 +11,26 @@ class FrontendMetrics:
 
     def __init__(self, metrics: MetricSet) -> None:
         self._metrics = metrics
-        self._first_token = metrics.histogram("time_to_first_token_seconds")
-        self._between_tokens = metrics.histogram("inter_token_latency_seconds")
-        self._whole_request = metrics.histogram("e2e_request_latency_seconds")
-        self._prompt_tokens = metrics.counter("prompt_tokens")
-        self._generation_tokens = metrics.counter("generation_tokens")
-        self._prompt_sizes = metrics.histogram("request_prompt_tokens", bounds=TOKEN_BOUNDS)
-        self._aborted = metrics.counter("num_aborted_requests")
-        self._buffered = metrics.gauge(STREAM_BUFFERS)
+        self._first_token = metrics.histogram(catalog.TIME_TO_FIRST_TOKEN_SECONDS)
+        self._between_tokens = metrics.histogram(catalog.INTER_TOKEN_LATENCY_SECONDS)
+        self._whole_request = metrics.histogram(catalog.E2E_REQUEST_LATENCY_SECONDS)
+        self._prompt_tokens = metrics.counter(catalog.PROMPT_TOKENS)
+        self._generation_tokens = metrics.counter(catalog.GENERATION_TOKENS)
+        self._prompt_sizes = metrics.histogram(catalog.REQUEST_PROMPT_TOKENS)
+        self._aborted = metrics.counter(catalog.NUM_ABORTED_REQUESTS)
+        self._buffered = metrics.gauge(catalog.STREAM_BUFFER_BYTES)
         self._unread = metrics.queue("unread stream bytes", 0)
-        self._connections = metrics.gauge("http_connections")
-        self._active = metrics.gauge("http_requests_active")
+        self._connections = metrics.gauge(catalog.HTTP_CONNECTIONS)
+        self._active = metrics.gauge(catalog.HTTP_REQUESTS_ACTIVE)
 
-    def saw_tokens(self, choice: ChoiceStream, received_at: float, now: float, count: int) -> None:
-        """`count` tokens of a choice came at `now`."""
-        if choice.last_at:
-            self._between_tokens.observe_many((now - choice.last_at) / max(count, 1), count)
-        else:
+    def saw_tokens(self, last_at: float, received_at: float, now: float, count: int) -> None:
+        """`count` tokens of a choice came at `now`, the ones before at `last_at` (0.0: none did)."""
+        if not last_at:
             self._first_token.observe(now - received_at)
-        choice.last_at = now
+        elif count == 1:
+            self._between_tokens.observe(now - last_at)
+        elif count:
+            self._between_tokens.observe_many((now - last_at) / count, count)
         self._generation_tokens.add(count)
 
     def saw_prompt(self, tokens: int) -> None:
@@ -39,7 +38,7 @@ class FrontendMetrics:
         self._prompt_sizes.observe(tokens)
 
     def finished(self, reason: str) -> None:
-        self._metrics.counter("request_success", reason).add()
+        self._metrics.counter(catalog.REQUEST_SUCCESS, reason).add()
 
     def ended(self, seconds: float) -> None:
         self._whole_request.observe(seconds)
@@ -50,11 +49,11 @@ class FrontendMetrics:
 
     def rejected(self, reason: str) -> None:
         """A request was turned away; `reason` is a machine-readable code of ours."""
-        self._metrics.counter("admission_rejections", reason).add()
+        self._metrics.counter(catalog.ADMISSION_REJECTIONS, reason).add()
 
     def answered(self, route: str, status: int) -> None:
         """An HTTP request was answered; `route` is one of ours, never a raw path."""
-        self._metrics.counter("http_requests", route, str(status)).add()
+        self._metrics.counter(catalog.HTTP_REQUESTS, route, str(status)).add()
 
     def levels(self, connections: int, active: int, buffered: int) -> None:
         """Open connections, requests being answered, bytes that clients have not read."""

@@ -8,102 +8,55 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import uvicorn
 import uvloop
 import zmq
 
+from frontend.api.app import FrontendApp
 from frontend.errors import ApiError
 from frontend.gate import Gate
 from frontend.generation.text_decoding import TokenTexts
-from frontend.http.app import FrontendApp
 from frontend.http.auth import ApiKeys, ApiKeysError
-from frontend.http.protocol import with_limits
+from frontend.http.server import HttpLimits, HttpServer
 from frontend.links.daemon_client import DaemonClient
 from frontend.links.router_client import RouterClient
-from frontend.links.router_line import RouterLine
 from frontend.metrics import FrontendMetrics
+from frontend.readiness import News, RouterLost
 from frontend.services import TICK_SECONDS, Services
 from frontend.settings import FrontendSettings
 from frontend.tokenizer.detokenizer import Detokenizer
 from frontend.tokenizer.errors import TokenizerLoadError
 from frontend.tokenizer.load import load_tokenizer
-from transport.child import EXIT_FATAL, ProcessSettings, StopFlag, enter_process
-from transport.links.daemon import (
-    DaemonLink,
-    LinkError,
-    RouterRefusedError,
-    SocketTelemetry,
-    exit_code_of,
-)
-from transport.messages.control import CacheCommand, InstanceStatus, Query, StatusHeld
-from transport.messages.telemetry import RequestRow
-from transport.messages.to_frontend import Serving
-from transport.sockets import Received
-from transport.telemetry.metrics import MetricSet
-from transport.telemetry.values import SocketStats
-
-FLUSH_SECONDS = 5
-"""How long answers that are complete may take to reach their clients when the process stops."""
-BACKLOG = 2048
-INFORMED_SECONDS = 5.0
-"""How long a new frontend leaves connections in the listener's queue until it knows what the router
-serves, where requests may come in. As long as a router may be silent without being replaced."""
+from transport.links.router_async import AsyncRouterLink
+from transport.messages.from_daemon import FRONTEND_NOTICES, Drain, FrontendNotice
+from transport.messages.to_daemon import StatusHeld
+from transport.messages.to_frontend import TO_FRONTEND, Serving, ToFrontend
+from transport.process import Process, run_process
 
 log = logging.getLogger(__name__)
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn without signal handlers: the process has its own."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-class _Telemetry:
-    def __init__(self, line: RouterLine) -> None:
-        self._line = line
-
-    def socket_stats(self) -> list[SocketStats]:
-        return [self._line.stats()]
-
-    def request_rows(self) -> list[RequestRow]:
-        return []
 
 
 class Frontend:
     """One frontend process: owner of its sockets and of the HTTP server."""
 
     def __init__(
-        self, settings: FrontendSettings, stop: StopFlag, texts: TokenTexts, keys: ApiKeys
+        self,
+        process: Process[FrontendSettings, FrontendNotice],
+        texts: TokenTexts,
+        keys: ApiKeys,
     ) -> None:
-        self._settings = settings
-        self._stop = stop
+        self._settings = settings = process.settings
+        self._stop = process.stop
+        self._link = process.daemon
         self._stop_asked = asyncio.Event()
-        self._told = asyncio.Event()
-        """Whether the daemon has said how things are."""
-        self._informed = asyncio.Event()
-        """Whether there is nothing more to wait for before requests are answered."""
-        self._status: InstanceStatus | None = None
-        """The last one, until the daemon has been told that it is acted on."""
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        metric_set = MetricSet()
-        metrics = FrontendMetrics(metric_set)
-        self._line = RouterLine(self._context, settings.process, self._on_router_lost)
-        self._router = RouterClient(self._line.send, metrics)
-        self._is_rejoining = False
-        self._gate = Gate(settings, self._router, metrics)
-        self._daemon = DaemonClient(self._on_status, self._gate.drain)
-        self._link = DaemonLink(
-            self._context,
-            settings.process,
-            metric_set,
-            _Telemetry(self._line),
-            self._daemon.on_message,
+        metrics = FrontendMetrics(process.metrics)
+        self._line: AsyncRouterLink[ToFrontend] = AsyncRouterLink(
+            process.router_socket(TO_FRONTEND), settings.process.hello(), self
         )
+        self._router = RouterClient(self._line.send, metrics)
+        self._gate = Gate(settings, metrics)
+        self._daemon = DaemonClient(self._link.post, self._take)
         self._services = Services(
             settings=settings,
             router=self._router,
@@ -111,59 +64,42 @@ class Frontend:
             texts=texts,
             keys=keys,
             metrics=metrics,
-            ask_daemon=self._ask_daemon,
+            ask_daemon=self._daemon.ask,
             started_at=int(time.time()),
         )
-        self._server = HttpServer(self._http_config())
-
-    def _http_config(self) -> uvicorn.Config:
-        settings = self._settings
-        return uvicorn.Config(
-            FrontendApp(self._services),
-            http=with_limits(settings.max_header_bytes, settings.body_seconds),
-            ws="none",
-            lifespan="off",
-            interface="asgi3",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            backlog=BACKLOG,
-            timeout_keep_alive=settings.keep_alive_seconds,
-            timeout_graceful_shutdown=FLUSH_SECONDS,
+        app = FrontendApp(self._services)
+        limits = HttpLimits(
+            settings.max_header_bytes, settings.body_seconds, settings.keep_alive_seconds
         )
+        self._server = HttpServer(app, limits, app.head_refused)
 
-    async def _ask_daemon(self, question: Query | CacheCommand) -> bytes:
-        return await self._daemon.ask(question, self._link.post)
+    def _take(self, news: News) -> None:
+        before = self._gate.readiness
+        self._gate.take(news)
+        now = self._gate.readiness
+        if now.held_serial not in (0, before.held_serial):
+            self._link.post(StatusHeld(now.held_serial))
+        if now.has_lost_router != before.has_lost_router and not self._stop.is_set():
+            if now.has_lost_router:
+                self._link.set_state("loading", "joining the new router")
+            else:
+                self._link.set_state("ready")
 
-    def _on_status(self, status: InstanceStatus) -> None:
-        self._gate.set_state(status.state, status.reason)
-        self._status = status
-        self._told.set()
-        self._hold_status()
+    # ---- what the router says ----
 
-    def _hold_status(self) -> None:
-        status = self._status
-        if status is None or self._gate.is_waiting_for_router:
-            return
-        self._status = None
-        self._informed.set()
-        if status.serial:
-            self._link.post(StatusHeld(status.serial))
+    def on_welcome(self) -> None:
+        """Not enough to serve: what is served is said after it."""
 
-    def _on_router_lost(self) -> None:
-        if not self._stop.is_set():
-            self._is_rejoining = True
-            self._link.set_state("loading", "joining the new router")
+    def on_router_lost(self) -> None:
+        log.warning("lost the router; answering 503 until it is back")
+        self._take(RouterLost())
+        self._router.router_lost()
 
-    def _on_router_message(self, received: Received) -> None:
-        self._router.handle(received)
-        if not isinstance(received.message, Serving):
-            return
-        self._hold_status()
-        if self._is_rejoining:
-            self._is_rejoining = False
-            self._link.set_state("ready")
+    def on_message(self, message: ToFrontend, frames: list[zmq.Frame]) -> None:
+        if isinstance(message, Serving):
+            self._take(message)
+        else:
+            self._router.handle(message, frames)
 
     async def run(self) -> None:
         """Serve until asked to stop.
@@ -176,40 +112,36 @@ class Frontend:
         server = loop.create_task(self._serve_http())
         ticker = loop.create_task(self._tick())
         try:
-            await asyncio.to_thread(self._link.start)
-            await self._line.open(self._router, self._on_router_message)
+            await asyncio.to_thread(self._link.start, self._daemon.on_notice)
+            await self._line.open(self._settings.process.connect_seconds)
             self._link.set_state("ready")
             stop = loop.create_task(self._stop_asked.wait())
-            await asyncio.wait((stop, server), return_when=asyncio.FIRST_COMPLETED)
+            ends = (stop, server, self._line.refusal)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             await self._drain()
+            if self._line.refusal.done():
+                raise self._line.refusal.result()
         finally:
             loop.remove_reader(self._stop.fd)
-            self._server.should_exit = True
-            self._told.set()
-            self._informed.set()
+            self._server.stop()
+            self._gate.take(Drain())  # nothing is left to wait for
             await server
             ticker.cancel()
             await self._line.close()
-            await asyncio.to_thread(self._link.close)
-            self._context.destroy(linger=0)
 
     async def _serve_http(self) -> None:
-        # One of several frontends that starts late must not answer 503 where the others serve. A daemon
-        # that does not say how things are ends this process.
-        await self._told.wait()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._informed.wait(), INFORMED_SECONDS)
+        await self._gate.wait_to_accept()
         listener = socket.socket(fileno=self._settings.listen_fd)
-        await self._server.serve(sockets=[listener])
+        await self._server.serve(listener)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._link.tick()
-            self._services.tick(len(self._server.server_state.connections))
+            self._services.tick(self._server.connections)
 
     async def _drain(self) -> None:
-        self._gate.drain()
+        self._gate.take(Drain())
         self._link.set_state("draining")
         if self._services.jobs:
             with contextlib.suppress(TimeoutError):
@@ -220,45 +152,23 @@ class Frontend:
 
 
 async def _run(
-    settings: FrontendSettings, stop: StopFlag, texts: TokenTexts, keys: ApiKeys
+    process: Process[FrontendSettings, FrontendNotice], texts: TokenTexts, keys: ApiKeys
 ) -> None:
-    await Frontend(settings, stop, texts, keys).run()
+    await Frontend(process, texts, keys).run()
 
 
-def _tell_daemon(process: ProcessSettings, reason: str) -> None:
-    """Say why this process ends for good before it has ever had a line to the daemon."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    link = DaemonLink(context, process, MetricSet(), SocketTelemetry(), lambda received: None)
-    try:
-        link.start()
-        link.fatal(reason)
-    except LinkError as error:
-        log.error("%s", error)
-    finally:
-        link.close()
-        context.term()
+def _serve(process: Process[FrontendSettings, FrontendNotice]) -> None:
+    settings = process.settings
+    texts = Detokenizer(load_tokenizer(Path(settings.model_dir)).tokenizer)
+    keys = ApiKeys.load(settings.api_keys_file)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_run(process, texts, keys))
 
 
 def main() -> int:
-    """Entry point; returns the exit code."""
-    settings, stop = enter_process(FrontendSettings)
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    try:
-        texts = Detokenizer(load_tokenizer(Path(settings.model_dir)).tokenizer)
-        keys = ApiKeys.load(settings.api_keys_file)
-    except (TokenizerLoadError, ApiKeysError) as error:
-        log.error("%s", error)
-        _tell_daemon(settings.process, str(error))
-        return EXIT_FATAL
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_run(settings, stop, texts, keys))
-    except RouterRefusedError as error:
-        _tell_daemon(settings.process, str(error))
-        return exit_code_of(error)
-    except LinkError as error:
-        return exit_code_of(error)
-    return 0
+    return run_process(
+        FrontendSettings, FRONTEND_NOTICES, _serve, fatal=(TokenizerLoadError, ApiKeysError)
+    )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from frontend.errors import ApiError
 from frontend.gate import Gate
 from frontend.generation.job import Job
+from frontend.generation.request import GenerationRequest
 from frontend.generation.text_decoding import TokenTexts
 from frontend.http.auth import ApiKeys
 from frontend.http.body_limits import BodyLimits
@@ -16,9 +17,9 @@ from frontend.http.call import Call
 from frontend.http.stream_buffer import StreamBuffer
 from frontend.links.router_client import RouterClient
 from frontend.metrics import FrontendMetrics
-from frontend.request_schema.prompts import GenerationRequest
 from frontend.settings import FrontendSettings
-from transport.messages.control import CacheCommand, Query
+from transport.messages.control import CacheCommand
+from transport.messages.to_daemon import Query
 
 TICK_SECONDS = 0.5
 
@@ -60,7 +61,6 @@ class Services:
         job = Job(
             request, self.router, self.texts, self.metrics, call.id, call.received_at, call.affinity
         )
-        call.job = job
         self.jobs.add(job)
         self.idle.clear()
         return job

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from transport.child import ProcessSettings
+
+Temperature = Annotated[float, Meta(ge=0.0, le=2.0)]
+TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
+TopK = Annotated[int, Meta(ge=-1)]
+MinP = Annotated[float, Meta(ge=0.0, le=1.0)]
+RepetitionPenalty = Annotated[float, Meta(gt=0.0, le=100.0)]
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True):
+    """How tokens are chosen where a request does not say. As they stand here: OpenAI's."""
+
+    temperature: Temperature = 1.0
+    """0: greedy."""
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    """0 or -1: no limit."""
+    min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
 
 
 class TokenizerSettings(msgspec.Struct, frozen=True):
@@ -38,3 +59,4 @@ class FrontendSettings(msgspec.Struct, frozen=True):
     """How long a paused stream may stay unread before it is aborted."""
     retry_after_seconds: int
     drain_seconds: float
+    sampling_defaults: SamplingDefaults = SamplingDefaults()

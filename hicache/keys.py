@@ -11,10 +11,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
-TokenArray = npt.NDArray[np.int32]
+from transport.framing import TokenArray
 
 KEY_BYTES: Final = 16
 _ROOT: Final = b"hicache root"
@@ -31,7 +28,6 @@ class PromptKeys:
 
 
 def root_key(fingerprint: str, salt: str) -> bytes:
-    """Parent of every first page: prompts of another fingerprint or salt never share a key."""
     model, tenant = fingerprint.encode(), salt.encode()
     lengths = len(model).to_bytes(8, "little")  # keeps ("ab", "c") and ("a", "bc") apart
     return blake2b(lengths + model + tenant, digest_size=KEY_BYTES, person=_ROOT).digest()

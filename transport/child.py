@@ -21,7 +21,7 @@ import setproctitle
 
 from transport.ids import ProcessName
 from transport.logs import configure_logging
-from transport.messages.base import Role
+from transport.messages.base import PROTOCOL_VERSION, Hello, Role
 
 PR_SET_PDEATHSIG = 1
 EXIT_FATAL = 78
@@ -48,6 +48,9 @@ class ProcessSettings(msgspec.Struct, frozen=True):
     """Time between two snapshots."""
     connect_seconds: float = 30.0
     """How long to wait for the router and the daemon to answer `Hello`."""
+
+    def hello(self) -> Hello:
+        return Hello(PROTOCOL_VERSION, self.role, self.name, os.getpid(), self.config_hash)
 
 
 class HasProcessSettings(Protocol):
@@ -76,7 +79,6 @@ class StopFlag:
         return self._event.is_set()
 
     def wait(self, timeout: float) -> bool:
-        """Wait until set, at most `timeout` seconds."""
         return self._event.wait(timeout)
 
 

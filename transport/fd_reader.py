@@ -8,23 +8,23 @@ which may swallow an edge while it handles the socket's internal commands, is fo
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
+from typing import Generic
 
-from transport.framing import BadMessage, Payload
+from transport.framing import MessageT, Payload
 from transport.messages.base import Message
 from transport.sockets import DealerSocket, Received
 
 BATCH = 256
 """Messages handled per turn of the event loop, so that a flood leaves room for HTTP."""
 
-log = logging.getLogger(__name__)
 
-
-class AsyncDealer:
+class AsyncDealer(Generic[MessageT]):
     """Calls `handler` for each received message, on the loop's thread."""
 
-    def __init__(self, dealer: DealerSocket, handler: Callable[[Received], None]) -> None:
+    def __init__(
+        self, dealer: DealerSocket[MessageT], handler: Callable[[Received[MessageT]], None]
+    ) -> None:
         self._dealer = dealer
         self._handler = handler
         self._loop = asyncio.get_running_loop()
@@ -35,7 +35,6 @@ class AsyncDealer:
         self._schedule()
 
     def send(self, message: Message, *frames: Payload) -> bool:
-        """Send; False if the peer does not read."""
         accepted = self._dealer.send(message, *frames)
         self._schedule()
         return accepted
@@ -60,15 +59,5 @@ class AsyncDealer:
         self._drain()
 
     def _drain(self) -> None:
-        if self._closed:
-            return
-        count = 0
-        try:
-            for received in self._dealer.drain(BATCH):
-                count += 1
-                self._handler(received)
-        except BadMessage:
-            log.exception("dropped a message that cannot be decoded")
-            count = BATCH
-        if count >= BATCH:
+        if not self._closed and self._dealer.receive(self._handler, BATCH) == BATCH:
             self._schedule()

@@ -9,44 +9,46 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import zmq
+from msgspec.msgpack import Decoder
 
-from transport.messages.any import AnyMessage
 from transport.messages.base import Message
 
 Payload = bytes | bytearray | memoryview | zmq.Frame
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+TokenArray = npt.NDArray[np.int32]
+"""Token ids."""
 
-ExpectedT = TypeVar("ExpectedT", bound=Message)
+MessageT = TypeVar("MessageT", bound=Message)
+
+_encoder = msgspec.msgpack.Encoder()
 
 
 class BadMessage(ValueError):
-    """A peer sent something that is no message of this protocol version."""
+    """A peer sent something that is no message of this protocol version, or not for this receiver."""
 
 
 def encode_header(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_header(frame: Payload) -> AnyMessage:
-    """The message of a header frame.
+def decode_header(frame: Payload, decoder: Decoder[MessageT]) -> MessageT:
+    """The message of a header frame. `decoder` knows the kinds that this receiver takes.
 
     Raises:
-        BadMessage: unknown tag, wrong types or no msgpack at all.
+        BadMessage: another kind, wrong types or no msgpack at all.
     """
     try:
-        return _decoder.decode(frame.buffer if isinstance(frame, zmq.Frame) else frame)
+        return decoder.decode(frame.buffer if isinstance(frame, zmq.Frame) else frame)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise BadMessage(f"not a message of this protocol version: {error}") from error
 
 
-def token_frame(ids: Sequence[int] | npt.NDArray[np.int32]) -> memoryview:
+def token_frame(ids: Sequence[int] | TokenArray) -> memoryview:
     """Token ids as a payload frame (little-endian int32)."""
     return np.ascontiguousarray(ids, dtype="<i4").data.cast("B")
 
 
-def read_tokens(frame: Payload) -> npt.NDArray[np.int32]:
+def read_tokens(frame: Payload) -> TokenArray:
     """Token ids of a payload frame, without a copy.
 
     Raises:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import Final, Literal, get_args
 
-LEVELS = ("debug", "info", "warning", "error")
+LogLevel = Literal["debug", "info", "warning", "error"]
+LEVELS: Final[tuple[LogLevel, ...]] = get_args(LogLevel)
 
 
 def configure_logging(process: str, level: str) -> None:
@@ -25,5 +27,4 @@ def configure_logging(process: str, level: str) -> None:
 
 
 def set_level(level: str) -> None:
-    """Change the level of this process; `level` is one of LEVELS."""
     logging.getLogger().setLevel(level.upper())

@@ -7,16 +7,22 @@ peer that stops reading fills the (bounded) queue and makes `send` say so; nothi
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
 
+import msgspec
 import zmq
+from msgspec.msgpack import Decoder
 
-from transport.framing import Payload, decode_header, encode_header
+from transport.framing import BadMessage, MessageT, Payload, decode_header, encode_header
 from transport.ids import ProcessName
-from transport.messages.any import AnyMessage
 from transport.messages.base import Message
+from transport.messages.telemetry import Snapshot
+from transport.messages.to_daemon import SNAPSHOTS
 from transport.telemetry.values import SocketStats
 
 LINGER_MS = 500
@@ -25,6 +31,17 @@ HIGH_WATER_MARK = 20_000
 COPY_BELOW_BYTES = 65_536
 """Frames below this size are cheaper to copy than to share."""
 IPC_PATH_MAX_BYTES = 107
+
+MessageT_co = TypeVar("MessageT_co", bound=Message, covariant=True)
+
+log = logging.getLogger(__name__)
+
+
+ROUTER_SOCKET: Final = "router.sock"
+CONTROL_SOCKET: Final = "control.sock"
+TELEMETRY_SOCKET: Final = "telemetry.sock"
+TAP_SOCKET: Final = "tap.sock"
+SOCKET_FILES: Final = (ROUTER_SOCKET, CONTROL_SOCKET, TELEMETRY_SOCKET, TAP_SOCKET)
 
 
 @dataclass(frozen=True)
@@ -39,27 +56,26 @@ class Endpoints:
     @property
     def router(self) -> str:
         """Requests and tokens; bound by the router."""
-        return self._address("router.sock")
+        return self._address(ROUTER_SOCKET)
 
     @property
     def control(self) -> str:
         """Hello, commands and inspection; bound by the daemon."""
-        return self._address("control.sock")
+        return self._address(CONTROL_SOCKET)
 
     @property
     def telemetry(self) -> str:
         """Snapshots, PUB to SUB; bound by the daemon."""
-        return self._address("telemetry.sock")
+        return self._address(TELEMETRY_SOCKET)
 
     @property
     def tap(self) -> str:
         """What passes the router, XPUB to SUB; bound by the router."""
-        return self._address("tap.sock")
+        return self._address(TAP_SOCKET)
 
     def path_problem(self) -> str | None:
         """Why these addresses cannot be bound, or None. The kernel bounds the length of a path."""
-        addresses = (self.router, self.control, self.telemetry, self.tap)
-        longest = max(addresses, key=len).removeprefix("ipc://")
+        longest = os.path.join(self.run_dir, max(SOCKET_FILES, key=len))
         length = len(os.fsencode(longest))
         if length <= IPC_PATH_MAX_BYTES:
             return None
@@ -69,11 +85,10 @@ class Endpoints:
         )
 
 
-@dataclass
-class Received:
+class Received(msgspec.Struct, Generic[MessageT_co], frozen=True):
     """One received message; `peer` is set by ROUTER sockets only."""
 
-    message: AnyMessage
+    message: MessageT_co
     header: zmq.Frame
     """The message as it came, for forwarding."""
     frames: list[zmq.Frame]
@@ -133,62 +148,96 @@ class CountingSocket:
         return True
 
 
-class DealerSocket(CountingSocket):
+class ReceivingSocket(CountingSocket, ABC, Generic[MessageT]):
+    """A socket that takes the messages of one receiver and no others."""
+
+    @abstractmethod
+    def _take(self) -> Received[MessageT] | None:
+        """The next message that is there. Raises BadMessage for one that is not for this receiver."""
+
+    def drain(self, limit: int = 1000) -> Iterator[Received[MessageT]]:
+        """Messages that are there now, at most `limit`. A bad one raises BadMessage."""
+        for _ in range(limit):
+            received = self._take()
+            if received is None:
+                return
+            yield received
+
+    def receive(self, handle: Callable[[Received[MessageT]], None], limit: int = 1000) -> int:
+        """Pass what is there now to `handle`, at most `limit` messages; returns their number. Bad ones
+        are logged and dropped, also if `handle` is who finds them to be bad."""
+        for count in range(limit):
+            try:
+                received = self._take()
+                if received is None:
+                    return count
+                handle(received)
+            except BadMessage:
+                log.exception("dropped a message that cannot be read")
+        return limit
+
+
+class DealerSocket(ReceivingSocket[MessageT]):
     """A process's connection to the router or to the daemon."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: ProcessName
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        identity: ProcessName,
+        decoder: Decoder[MessageT],
     ) -> None:
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, identity.encode())
         _limit(socket)
         socket.connect(endpoint)
         super().__init__(socket, _name(endpoint))
+        self._decoder = decoder
 
     @property
     def can_send(self) -> bool:
-        """Whether the next `send` will be taken."""
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
 
     def send(self, message: Message, *frames: Payload) -> bool:
         """Send; False if the peer has not taken HIGH_WATER_MARK earlier messages."""
         return self._send_frames([encode_header(message), *frames])
 
-    def drain(self, limit: int = 1000) -> Iterator[Received]:
-        """Messages that are there now, at most `limit`."""
-        for _ in range(limit):
-            frames = self._receive_frames()
-            if frames is None:
-                return
-            yield Received(decode_header(frames[0]), frames[0], frames[1:], ProcessName(""))
+    def _take(self) -> Received[MessageT] | None:
+        frames = self._receive_frames()
+        if frames is None:
+            return None
+        message = decode_header(frames[0], self._decoder)
+        return Received(message, frames[0], frames[1:], ProcessName(""))
 
 
-class RouterSocket(CountingSocket):
+class RouterSocket(ReceivingSocket[MessageT]):
     """The bound side. A restarted peer takes over its identity; unknown peers are an error."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, decoder: Decoder[MessageT]
+    ) -> None:
         socket = context.socket(zmq.ROUTER)
         _limit(socket)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         socket.bind(endpoint)
         super().__init__(socket, _name(endpoint))
+        self._decoder = decoder
 
     def send(self, peer: ProcessName, message: Message, *frames: Payload) -> bool:
         """Send to a peer; False if it is not connected or does not read."""
         return self._send_frames([peer.encode(), encode_header(message), *frames])
 
-    def forward(self, peer: ProcessName, received: Received) -> bool:
+    def forward(self, peer: ProcessName, received: Received[Message]) -> bool:
         return self._send_frames([peer.encode(), received.header, *received.frames])
 
-    def drain(self, limit: int = 1000) -> Iterator[Received]:
-        """Messages that are there now, at most `limit`. Undecodable ones raise BadMessage."""
-        for _ in range(limit):
-            frames = self._receive_frames()
-            if frames is None:
-                return
-            peer = ProcessName(bytes(frames[0].buffer).decode("utf-8", "replace"))
-            yield Received(decode_header(frames[1]), frames[1], frames[2:], peer)
+    def _take(self) -> Received[MessageT] | None:
+        frames = self._receive_frames()
+        if frames is None:
+            return None
+        peer = ProcessName(bytes(frames[0].buffer).decode("utf-8", "replace"))
+        message = decode_header(frames[1], self._decoder)
+        return Received(message, frames[1], frames[2:], peer)
 
 
 class PublisherSocket(CountingSocket):
@@ -203,11 +252,10 @@ class PublisherSocket(CountingSocket):
         super().__init__(socket, _name(endpoint))
 
     def publish(self, message: Message) -> bool:
-        """Send; False if it could not be."""
         return self._send_frames([encode_header(message)])
 
 
-class SubscriberSocket(CountingSocket):
+class SubscriberSocket(ReceivingSocket[Snapshot]):
     """The daemon's side of all snapshots."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, queue: int) -> None:
@@ -218,13 +266,12 @@ class SubscriberSocket(CountingSocket):
         socket.bind(endpoint)
         super().__init__(socket, _name(endpoint))
 
-    def drain(self, limit: int) -> Iterator[zmq.Frame]:
-        """Headers of the messages that are there now, at most `limit`."""
-        for _ in range(limit):
-            frames = self._receive_frames()
-            if frames is None:
-                return
-            yield frames[0]
+    def _take(self) -> Received[Snapshot] | None:
+        frames = self._receive_frames()
+        if frames is None:
+            return None
+        message = decode_header(frames[0], SNAPSHOTS)
+        return Received(message, frames[0], [], ProcessName(""))
 
 
 def _name(endpoint: str) -> str:

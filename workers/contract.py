@@ -8,61 +8,29 @@ A *slot* is a row of the engine's per-sequence tables (and, for models with stat
 pool), 0 <= slot < `EngineInfo.max_num_seqs`. A *page* is a row of the page pool that holds the KV
 of `CacheLayout.page_tokens` consecutive tokens for all layers, 0 <= page < `num_pages`.
 
-Order of calls, for each step: `launch(plan)`, later `collect()`, which returns the results of the
-oldest launched step that has not been collected. At most `EngineInfo.pipeline_depth + 1` steps may be
-launched and not collected. With depth 1 the scheduler launches step n+1 before it knows the tokens of
-step n: the engine takes the input token of a decode from its own per-slot table.
+`launch(plan)` starts a step and returns it; `collect()` of that step waits for its tokens. Steps are
+collected in the order of their launch, and at most `EngineInfo.pipeline_depth + 1` may be launched and
+not collected; whoever launches them keeps the queue. With depth 1 the scheduler launches step n+1 before
+it knows the tokens of step n: the engine takes the input token of a decode from its own per-slot table.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache.cache.outcomes import Announcement, Hit, StorePlan
-from hicache.copies.row_copy import PendingCopy
+from hicache.copies.cache_copies import DeviceCache
 from hicache.copies.runs import IndexArray
-from hicache.pool.host_pool import HostPool
+from hicache.layout import CacheLayout
+from hicache.manager.step_copies import PrefixLoad, PrefixStore
+from transport.framing import TokenArray
 from transport.messages.generate import SamplingParams
 
-TokenArray = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class TensorSlice:
-    """One tensor inside a page row or a state row: byte offset, shape, dtype name (`float32`)."""
-
-    name: str
-    offset: int
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True)
-class CacheLayout:
-    """What a page and a state slot consist of.
-
-    A page is ONE contiguous row of `page_bytes` bytes with all layers' KV of its `page_tokens` tokens,
-    a state one contiguous row of `state_bytes` (0: the model has none), so that a host page equals a
-    device row and a copy is one run of bytes.
-    """
-
-    page_tokens: int
-    page_bytes: int
-    page_tensors: tuple[TensorSlice, ...]
-    state_bytes: int = 0
-    state_tensors: tuple[TensorSlice, ...] = ()
-    stored_state_bytes: int = 0
-    """Size of the part of a state that a prefix cache keeps, in the form that it keeps; 0: none."""
-    replay_tokens: int = 1
-    """Trailing prompt tokens that must be recomputed after a prefix hit."""
-    keep_tokens: int = 0
-    """Bounded replay: the last prompt tokens that the decoder layers run on; 0: on all."""
-    fingerprint: str = ""
-    """Hash over model configuration, weights identity, dtypes and this layout."""
+PAGE_TOKENS: Final = 128
+"""Tokens to a page of every served model. Tests of the scheduler use smaller pages."""
 
 
 @dataclass(frozen=True)
@@ -117,32 +85,18 @@ class DecodeRow(NamedTuple):
     """Position of the input token, = number of tokens whose KV is already in the pool."""
 
 
-class PrefixLoad(NamedTuple):
-    """Copy a cached prefix up before the step: its pages into `pages`, its state into `slot`."""
-
-    slot: int
-    pages: tuple[int, ...]
-    hit: Hit
-
-
-class PrefixStore(NamedTuple):
-    """Copy a computed prompt down after the step: of the block table `pages` and of the state in
-    `slot`, what `plan` names."""
-
-    slot: int
-    pages: tuple[int, ...]
-    plan: StorePlan
-    announcement: Announcement
-    """To withdraw when it is stored."""
-
-
 @dataclass(frozen=True)
 class StepPlan:
-    """One prompt step or one decode step; exactly one of the two lists is non-empty."""
+    """A prompt step, a decode step or, with both lists empty, a placeholder that computes nothing and
+    yields no tokens."""
 
     step: int
     prompts: tuple[PromptChunk, ...] = ()
     decodes: tuple[DecodeRow, ...] = ()
+    arrivals: tuple[PromptChunk, ...] = ()
+    """Of sequences that decode in this step for the first time, since their prompts were computed
+    elsewhere: nothing of these chunks is computed, but their slots are set up as after them. All begin;
+    their one token, the input of the decode, has no KV yet."""
     new_pages: tuple[tuple[int, int, int], ...] = ()
     """(slot, block index, page) for decodes whose block table grew by one page before this step."""
     loads: tuple[PrefixLoad, ...] = ()
@@ -157,7 +111,7 @@ class StepPlan:
     def written_pages(self) -> IndexArray:
         """All pages, int32, that the step may be the first to write to since their sequence got them,
         and maybe some others of that sequence. A decode goes on in the page that it wrote to before."""
-        pages = [page for chunk in self.prompts for page in chunk.pages]
+        pages = [page for chunk in (*self.prompts, *self.arrivals) for page in chunk.pages]
         pages += [page for _, _, page in self.new_pages]
         return np.array(pages, np.int32)
 
@@ -182,28 +136,20 @@ class StepResult:
     """By index into `tokens`; only for slots whose sampling asks for logprobs."""
 
 
-class CacheCopies(Protocol):
-    """Copies between an engine's rows and a host pool's. They are ordered like steps: a step that is
-    launched later reads what a load brings, and a store reads what the steps before it wrote, whatever
-    later steps write. All of them may raise `HostPoolError`: the device refuses, and no byte is under
-    way."""
+class LaunchedStep(Protocol):
+    """A step under way. Whoever launched it collects it once, after all that were launched before."""
 
-    def load_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
-        """Host row `host_slots[i]` into page `pages[i]`."""
+    def is_done(self) -> bool:
+        """Whether `collect` would return at once. Never waits."""
         ...
 
-    def store_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
-        """Page `pages[i]` into host row `host_slots[i]`."""
-        ...
+    def collect(self) -> StepResult:
+        """Wait for the step and return its tokens.
 
-    def load_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
-        """Host state row into `slot`, as the state after `position` tokens."""
-        ...
-
-    def store_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
-        """The state of `slot` as it was after `position` tokens into a host state row. `position` is
-        one of the prompt's two anchors (see `CacheLayout.replay_tokens`), or where its last chunk
-        ended."""
+        Raises:
+            EngineError: the device failed, and the engine must not be used any more; or the step was
+                collected before.
+        """
         ...
 
 
@@ -215,23 +161,19 @@ class Engine(Protocol):
         """What this engine offers; constant."""
         ...
 
-    def launch(self, plan: StepPlan) -> None:
-        """Start a step. Returns before the device is done where `pipeline_depth` > 0."""
-        ...
-
-    def collect(self) -> StepResult:
-        """Wait for the oldest launched step and return its tokens.
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step. Returns before the device is done where `pipeline_depth` > 0.
 
         Raises:
-            EngineError: the device failed; the engine must not be used any more.
+            EngineError: the engine is closed, too many steps are running, or the device failed.
         """
         ...
 
-    def cache_copies(self, pool: HostPool) -> CacheCopies:
-        """Copies to and from a host pool that was made for `info.layout`.
+    def device_cache(self) -> DeviceCache:
+        """Its pages and states, for those who copy them.
 
         Raises:
-            EngineError: the pool's memory cannot be used by the device.
+            EngineError: the engine is closed.
         """
         ...
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
+from typing import assert_never
 
-from transport.ids import ROUTER_NAME
-from transport.messages.control import CacheCommand, PeerLost
-from transport.sockets import Received
+import zmq
+
+from transport.messages.control import CacheCommand
+from transport.messages.from_daemon import PeerLost, WorkerNotice
 
 MAX_COMMANDS = 64
-
-log = logging.getLogger(__name__)
 
 
 class DaemonInbox:
@@ -23,14 +22,14 @@ class DaemonInbox:
         """There is a new router, which does not know what this worker is working on."""
         self._commands: deque[CacheCommand] = deque(maxlen=MAX_COMMANDS)
 
-    def notice(self, received: Received) -> None:
-        match received.message:
-            case PeerLost(name) if name == ROUTER_NAME:
+    def take(self, notice: WorkerNotice, _frames: list[zmq.Frame]) -> None:
+        match notice:
+            case PeerLost():  # a worker is told of the router only
                 self.router_lost.set()
             case CacheCommand() as command:
                 self._commands.append(command)
             case other:
-                log.debug("the daemon sent a %s", type(other).__name__)
+                assert_never(other)
 
     def take_command(self) -> CacheCommand | None:
         """The oldest command about the prefix cache that was not carried out yet."""

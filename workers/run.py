@@ -3,208 +3,100 @@
 from __future__ import annotations
 
 import gc
-import logging
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
-import msgspec
-import zmq
-
-from transport.child import EXIT_AGAIN, EXIT_FATAL, StopFlag, enter_process
-from transport.links.daemon import (
-    DaemonLink,
-    LinkError,
-    RouterRefusedError,
-    SocketTelemetry,
-    exit_code_of,
-)
-from transport.messages.base import PROTOCOL_VERSION, Hello
-from transport.sockets import DealerSocket, Endpoints
-from transport.telemetry.metrics import MetricSet
-from workers.contract import Engine, EngineError, ModelLoadError
+from hicache.manager.null import NO_PREFIX_CACHE, PrefixManager
+from transport.links.daemon import DaemonLink
+from transport.messages.from_daemon import WORKER_NOTICES, WorkerNotice
+from transport.messages.to_worker import TO_WORKER
+from transport.process import Process, run_process
+from workers.contract import PAGE_TOKENS, Engine, ModelLoadError
 from workers.daemon_inbox import DaemonInbox
 from workers.engine.fake import FakeEngine, FakeEngineSettings
-from workers.engine.settings import EngineSettings
-from workers.prefix_storage import (
-    PoolOrder,
-    PrefixStorage,
-    check_prefix_storage,
-    open_prefix_storage,
-)
+from workers.prefix_cache import check_cache_layout, open_prefix_manager
 from workers.scheduling.scheduler import Scheduler
-from workers.settings import WorkerSettings
-from workers.worker import Worker, WorkerTelemetry
+from workers.settings import EngineSettings, WorkerSettings
+from workers.telemetry import WorkerTelemetry
+from workers.worker import Worker
 
 FAKE_VOCAB = 49_152
 FAKE_MODEL_LEN = 8192
-DEEPSEEK_V41_TYPES = frozenset({"deepseek_v41", "deepseek_v41_text"})
-
-log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Load the model, then serve until SIGTERM. Returns the exit code."""
-    settings, stop = enter_process(WorkerSettings)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    dealer = DealerSocket(
-        context, Endpoints(settings.process.run_dir).router, settings.process.name
-    )
-    metrics = MetricSet()
+    return run_process(WorkerSettings, WORKER_NOTICES, _serve, fatal=(ModelLoadError,))
+
+
+def _serve(process: Process[WorkerSettings, WorkerNotice]) -> None:
+    settings, daemon = process.settings, process.daemon
     inbox = DaemonInbox()
-    link = DaemonLink(context, settings.process, metrics, SocketTelemetry(dealer), inbox.notice)
+    router = process.router_socket(TO_WORKER)
+    daemon.start(inbox.take)
+    daemon.set_state("loading", "loading the model")
+    engine = create_engine(settings, daemon)
+    prefixes: PrefixManager = NO_PREFIX_CACHE
     try:
-        link.start()
-        return _serve(settings, stop, dealer, link, metrics, inbox)
-    except LinkError as error:
-        return exit_code_of(error)
-    finally:
-        link.close()
-        dealer.close()
-        context.term()
-
-
-def _serve(
-    settings: WorkerSettings,
-    stop: StopFlag,
-    dealer: DealerSocket,
-    link: DaemonLink,
-    metrics: MetricSet,
-    inbox: DaemonInbox,
-) -> int:
-    link.set_state("loading", "loading the model")
-    engine: Engine | None = None
-    prefixes: PrefixStorage | None = None
-    try:
-        engine = create_engine(settings, link)
         info = engine.info
-        telemetry = WorkerTelemetry(metrics, info, _device_bytes(settings))
-        prefixes = open_prefixes(settings, engine, metrics, link)
+        telemetry = WorkerTelemetry(process.metrics, info, _device_bytes(settings.engine))
+        if settings.hicache_fd is not None:
+            daemon.set_state("loading", "reserving memory for the prefix cache")
+        prefixes = open_prefix_manager(settings, engine, process.metrics)
         scheduler = Scheduler(
-            info,
-            settings.max_batched_tokens,
-            settings.prefill_any_interval,
-            prefixes.reuse if prefixes else None,
+            info, settings.engine.max_batched_tokens, settings.prefill_any_interval, prefixes.reuse
         )
         telemetry.update(scheduler)
-        worker = Worker(settings.rank, engine, scheduler, dealer, link, telemetry, prefixes)
+        hello = settings.process.hello()
+        worker = Worker(
+            settings.rank, engine, scheduler, router, hello, inbox, daemon, telemetry, prefixes
+        )
         # What start-up built lives as long as the process: spare the collector walking it.
         gc.collect()
         gc.freeze()
-        worker.run(stop, _hello(settings), inbox, settings.process.heartbeat_seconds)
-        return 0
-    except ModelLoadError as error:
-        log.error("%s", error)
-        link.fatal(str(error))
-        return EXIT_FATAL
-    except RouterRefusedError as error:
-        link.fatal(str(error))
-        return exit_code_of(error)
-    except EngineError:
-        log.exception("the engine failed; the daemon starts this worker anew")
-        return EXIT_AGAIN
+        worker.run(process.stop, settings.process.heartbeat_seconds)
     finally:
-        if engine is not None:
-            engine.close()
-        if prefixes is not None:
-            prefixes.close()
+        engine.close()
+        prefixes.close()
 
 
-def open_prefixes(
-    settings: WorkerSettings, engine: Engine, metrics: MetricSet, link: DaemonLink
-) -> PrefixStorage | None:
-    """This rank's prefix cache; None: there is none.
-
-    Raises:
-        ModelLoadError: it cannot be had.
-    """
-    order = pool_order(settings)
-    if order is None:
-        return None
-    link.set_state("loading", "reserving memory for the prefix cache")
-    return open_prefix_storage(order, engine, metrics)
-
-
-def pool_order(settings: WorkerSettings) -> PoolOrder | None:
-    """The pool of this rank's prefix cache; None: there is none."""
-    if settings.hicache_fd is None:
-        return None
-    return PoolOrder(settings.hicache_fd, settings.hicache_bytes, settings.hicache_states)
-
-
-def create_engine(settings: WorkerSettings, link: DaemonLink) -> Engine:
+def create_engine(settings: WorkerSettings, daemon: DaemonLink[WorkerNotice]) -> Engine:
     """The engine that the settings ask for, loaded and ready.
 
     Raises:
         ModelLoadError: the model cannot be loaded here.
     """
-    if settings.engine == "fake":
+    wanted = settings.engine
+    if wanted.kind == "fake":
         return FakeEngine(
             FakeEngineSettings(
                 vocab_size=FAKE_VOCAB,
-                num_pages=(FAKE_MODEL_LEN // 128) * settings.max_num_seqs,
-                max_num_seqs=settings.max_num_seqs,
-                max_model_len=settings.max_model_len or FAKE_MODEL_LEN,
+                num_pages=(FAKE_MODEL_LEN // PAGE_TOKENS) * wanted.max_num_seqs,
+                max_num_seqs=wanted.max_num_seqs,
+                max_model_len=wanted.max_model_len or FAKE_MODEL_LEN,
                 pipeline_depth=0,
                 checking=False,
-                step_seconds=settings.fake_step_seconds,
+                step_seconds=wanted.fake_step_seconds,
             )
         )
-    order = pool_order(settings)
-    wanted = EngineSettings(
-        model_dir=settings.model_dir,
-        accelerator=settings.accelerator,
-        device_index=settings.device_index,
-        dtype=settings.dtype,
-        load_format=settings.load_format,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        kv_cache_gb=settings.kv_cache_gb,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        max_batched_tokens=settings.max_batched_tokens,
-        num_threads=settings.num_threads,
-        report=lambda detail: link.set_state("loading", detail),
-        kv_dtype=settings.kv_dtype,
-        keep_tokens=settings.keep_tokens,
-        deterministic=settings.deterministic,
-        hf_overrides=settings.hf_overrides,
-        stores_prefixes=order is not None,
-        hicache_copy=settings.hicache_copy,
-        check_layout=lambda layout: order and check_prefix_storage(order, layout),
-    )
     # Imported here: the fake engine, and so every protocol test, starts without torch.
-    if model_type(settings.model_dir) in DEEPSEEK_V41_TYPES:
-        from workers.models.deepseek_v41.model.engine import create_deepseek_v41_engine  # noqa: PLC0415
+    from workers.engine.create import create_engine as create_model_engine  # noqa: PLC0415
+    from workers.models.served_model import LoadObserver  # noqa: PLC0415
 
-        return create_deepseek_v41_engine(wanted)
-    from workers.engine.torch_engine import create_torch_engine  # noqa: PLC0415
-
-    return create_torch_engine(wanted)
-
-
-def model_type(model_dir: str) -> str:
-    """What `config.json` calls the architecture; "" where it does not say."""
-    try:
-        config = msgspec.json.decode((Path(model_dir) / "config.json").read_bytes())
-    except (OSError, msgspec.DecodeError):
-        return ""
-    return str(config.get("model_type", "")) if isinstance(config, dict) else ""
+    observer = LoadObserver(
+        report=lambda detail: daemon.set_state("loading", detail),
+        check_layout=partial(check_cache_layout, settings),
+    )
+    return create_model_engine(wanted, observer)
 
 
-def _device_bytes(settings: WorkerSettings) -> Callable[[], int] | None:
+def _device_bytes(settings: EngineSettings) -> Callable[[], int] | None:
     """What tells the GPU memory of this process; None: it uses no GPU."""
-    if settings.engine == "fake" or settings.accelerator != "nvidia":
+    if settings.kind == "fake" or settings.accelerator != "nvidia":
         return None
-    from workers.engine.device import reserved_bytes  # noqa: PLC0415  as above: torch
+    from workers.hardware.device import reserved_bytes  # noqa: PLC0415  as above: torch
 
     return partial(reserved_bytes, settings.device_index)
-
-
-def _hello(settings: WorkerSettings) -> Hello:
-    process = settings.process
-    return Hello(PROTOCOL_VERSION, "worker", process.name, os.getpid(), process.config_hash)
 
 
 if __name__ == "__main__":

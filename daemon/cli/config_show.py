@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import fields
 from typing import Final
 
 import msgspec
 from cyclopts import App
-from rich.console import Console
 from rich.table import Table
 
-from daemon.cli.inspect.session import AsJson, print_json
+from daemon.cli.output import AsJson, print_json, table_console
 from daemon.configuration.config import InstanceConfig
 from daemon.configuration.sources import provenance
 
@@ -25,7 +23,7 @@ config_app = App(name="config", help="Look at the configuration.")
 def show(config: InstanceConfig | None = None, *, json: AsJson = False) -> None:
     """Print every option, its value, and where the value comes from."""
     config = config or InstanceConfig()
-    console = Console(highlight=False)
+    console = table_console(UNFOLDED_COLUMNS)
     if json:
         values = {
             field.name: {
@@ -36,8 +34,6 @@ def show(config: InstanceConfig | None = None, *, json: AsJson = False) -> None:
         }
         print_json(console, msgspec.json.encode(values, enc_hook=str))
         return
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = UNFOLDED_COLUMNS
     table = Table(box=None, pad_edge=False)
     table.add_column("option", no_wrap=True)
     for header in ("value", "from"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 
 from cyclopts import App
-from rich.console import Console
 from rich.text import Text
 
 from daemon.cli.bench import bench_app
 from daemon.cli.check import check_app
 from daemon.cli.config_show import config_app
 from daemon.cli.inspect import inspect_app
+from daemon.cli.output import sentence_console
 from daemon.cli.serve import serve
 from daemon.cli.start import start
 from daemon.cli.status import status
@@ -41,8 +41,7 @@ app.command(systemd_app)
 
 
 def main() -> None:
-    """Run the command line; errors are one sentence and an exit code."""
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    errors = sentence_console(stderr=True)
     try:
         app(sys.argv[1:], exit_on_error=False, print_error=True, error_console=errors)
     except DeepInferError as error:

@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 from rich.console import Console
 
+from daemon.cli.output import sentence_console
 from daemon.configuration.config import InstanceConfig
 from daemon.configuration.sources import unknown_variables
 from daemon.errors import EXIT_FAILED, DeepInferError
@@ -33,7 +34,7 @@ POLL_SECONDS = 0.5
 END_SECONDS = 30.0
 """How long a start that is given up may take to end."""
 EARLIER_LOG_BYTES = 4 << 20
-"""Of the end of an earlier run's log; more than anybody reads."""
+"""How much of the end of an earlier run's log is kept: more than anybody reads."""
 ERROR_PREFIX = "deepinfer: "
 
 
@@ -48,9 +49,9 @@ def start(config: InstanceConfig | None = None) -> None:
     if running_pid(path) is not None:
         raise DeepInferError(already_running(path, config.instance))
     make_run_directory(path)
-    console = Console(highlight=False, soft_wrap=True)
+    console = sentence_console()
     for sentence in unknown_variables(os.environ):
-        Console(stderr=True, soft_wrap=True, highlight=False).print(sentence, style="yellow")
+        sentence_console(stderr=True).print(sentence, style="yellow")
     signals = StopSignals()
     earlier_log = b""
     try:
@@ -109,27 +110,27 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _remove_if_nobody_runs(path: Path, instance: str) -> None:
-    """A start that failed early leaves its log and an empty directory: the lock's holder cleans."""
+    """A start that failed early leaves a log and an empty directory; taking the lock and closing it
+    cleans up."""
     if path.is_dir() and running_pid(path) is None:
         with contextlib.suppress(DeepInferError):
             RunDirectory.lock(path, instance).close()
 
 
 def _end_of(log_file: BinaryIO) -> bytes:
-    """What an earlier run has left in the log. Leaves the position at the end."""
+    """What an earlier run left in the log. Leaves the position at the end."""
     log_file.seek(max(0, log_file.tell() - EARLIER_LOG_BYTES))
     return log_file.read()
 
 
 def _put_back(path: Path, earlier_log: bytes) -> None:
-    """A start that fails takes its log along. That of a run that ended unexpectedly is still wanted."""
+    """Restore an earlier run's log after a failed start: it may still say why that run ended."""
     if earlier_log and running_pid(path) is None and not (path / LOG_FILE).exists():
         make_run_directory(path)
         (path / LOG_FILE).write_bytes(earlier_log)
 
 
 def _spawn(log_file: BinaryIO, path: Path) -> subprocess.Popen[bytes]:
-    """The same command line with `serve` in the place of `start`, away from this terminal."""
     arguments = serve_arguments(sys.argv[1:])
     return subprocess.Popen(
         [sys.executable, "-m", "daemon.cli.main", *arguments],
@@ -175,7 +176,6 @@ def _wait_until_ready(
 
 
 def _failure(log: bytes, code: int) -> str:
-    """The reason first, then what the log said before it."""
     lines = log.decode(errors="replace").rstrip().splitlines()
     reason = f"exit code {code}"
     if lines and lines[-1].startswith(ERROR_PREFIX):

@@ -7,25 +7,13 @@ from typing import Annotated
 
 import msgspec
 from cyclopts import Parameter
-from rich.console import Console
 
+from daemon.cli.inspect.session import ASK_SECONDS
+from daemon.cli.output import sentence_console
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.errors import EXIT_FAILED
 from daemon.inspection.inspection_client import InspectionClient
-
-ASK_SECONDS = 5.0
-
-
-class _Status(msgspec.Struct):
-    """The part of the answer that is shown."""
-
-    instance: str
-    state: str
-    reason: str
-    url: str
-    model: str
-    pid: int
-    uptime_seconds: float
+from daemon.inspection.report_types import StatusReport
 
 
 def status(
@@ -37,8 +25,8 @@ def status(
     path = target.find()
     with InspectionClient(path, target.instance) as client:
         answer = client.ask("status", ASK_SECONDS)
-    found = msgspec.json.decode(answer, type=_Status)
-    console = Console(highlight=False, soft_wrap=True)
+    found = msgspec.json.decode(answer, type=StatusReport)
+    console = sentence_console()
     if json:
         console.print(answer.decode(), markup=False)
     else:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
 
+from daemon.cli.output import sentence_console
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.errors import DeepInferError
 from daemon.inspection.inspection_client import InspectionClient
-from daemon.system.run_directory import instance_name, not_running, running_pid
+from daemon.system.run_directory import has_ended, instance_name, not_running, running_pid
 from transport.sockets import Endpoints
 
 CLEAN_UP_SECONDS = 40.0
@@ -47,14 +46,14 @@ def stop(
         ) from None
     try:
         _ask(path, instance, pidfd, drain_timeout)
-        if not _ended(pidfd, seconds):
+        if not has_ended(pidfd, seconds):
             raise DeepInferError(
                 f"Instance {instance!r} (process {pid}) has not ended after {seconds:g} s: "
                 f"read its log, or end it with `kill -9 {pid}`."
             )
     finally:
         os.close(pidfd)
-    Console(highlight=False).print(f"Instance {instance!r} has stopped.", soft_wrap=True)
+    sentence_console().print(f"Instance {instance!r} has stopped.")
 
 
 def _ask(path: Path, instance: str, pidfd: int, drain_timeout: float | None) -> None:
@@ -67,11 +66,5 @@ def _ask(path: Path, instance: str, pidfd: int, drain_timeout: float | None) -> 
         with InspectionClient(path, instance) as client:
             client.stop(drain_timeout)
     except DeepInferError:
-        if not _ended(pidfd, 0.0):
+        if not has_ended(pidfd, 0.0):
             raise
-
-
-def _ended(pidfd: int, seconds: float) -> bool:
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(seconds * 1000))

@@ -22,13 +22,12 @@ class Rates:
 
 
 class Throughput:
-    """Keeps the samples of the last seconds."""
+    """The samples of the last seconds."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, WorkDone]] = deque()
 
     def add(self, status: StatusReport) -> None:
-        """Take a sample; a restarted instance begins anew."""
         samples, now = self._samples, status.uptime_seconds
         if samples and now < samples[-1][0]:
             samples.clear()
@@ -38,7 +37,6 @@ class Throughput:
             samples.popleft()
 
     def rates(self) -> Rates:
-        """The mean over the window."""
         if len(self._samples) < 2:
             return Rates()
         (began, first), (ended, last) = self._samples[0], self._samples[-1]

@@ -15,12 +15,8 @@ from rich.text import Text
 from daemon.cli.inspect.cache import cache_view
 from daemon.cli.inspect.processes import STATE_STYLES, processes_table
 from daemon.cli.inspect.requests import requests_table
-from daemon.cli.inspect.session import (
-    ASK_SECONDS,
-    REFRESH_SECONDS,
-    make_console,
-    print_json,
-)
+from daemon.cli.inspect.session import ASK_SECONDS, REFRESH_SECONDS
+from daemon.cli.output import print_json, table_console
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.cli.throughput import Rates, Throughput
 from daemon.cli.units import duration, rate
@@ -59,7 +55,7 @@ def top(
     Refreshes once a second; Ctrl-C ends it. The token rates count what the workers compute, as the
     mean of the last five seconds.
     """
-    console = make_console()
+    console = table_console()
     path = target.find()
     throughput = Throughput()
     with InspectionClient(path, target.instance) as client:
@@ -94,7 +90,6 @@ def _ask(client: InspectionClient, throughput: Throughput) -> StateReport:
 
 
 def frame(state: StateReport, rates: Rates, height: int | None) -> RenderableType:
-    """One picture of the instance that fits into `height` lines (None: as long as it gets)."""
     most = None
     if height is not None:
         used = FIXED_LINES + len(state.processes) + len(state.cache)

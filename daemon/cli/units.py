@@ -10,12 +10,12 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def number(value: int | None) -> str:
-    """1234567 -> 1,234,567."""
+    """1234567 -> 1,234,567"""
     return UNKNOWN if value is None else f"{value:,}"
 
 
 def size(value: int | None) -> str:
-    """Bytes: 1536 -> 1.5 KiB."""
+    """1536 -> 1.5 KiB"""
     if value is None:
         return UNKNOWN
     amount = float(value)
@@ -29,7 +29,7 @@ def size(value: int | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """One unit, at most three digits or so: 0.0042 -> 4.2 ms, 5400 -> 90 min."""
+    """0.0042 -> 4.2 ms, 5400 -> 90 min"""
     if seconds is None:
         return UNKNOWN
     if seconds < 0.9995:
@@ -45,17 +45,14 @@ def _digits(value: float, unit: str) -> str:
 
 
 def milliseconds(value: float | None) -> str:
-    """As `duration`."""
     return duration(None if value is None else value / 1000)
 
 
 def percent(value: float | None) -> str:
-    """41.7 -> 42 %."""
     return UNKNOWN if value is None else f"{value:.0f} %"
 
 
 def rate(value: float | None) -> str:
-    """Per second: three significant digits below 100."""
     if value is None:
         return UNKNOWN
     return f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"

@@ -17,12 +17,13 @@ from cyclopts.validators import Number
 
 from daemon.router.settings import Routing
 from hicache.copies.copy_choice import CopyChoice
+from transport.logs import LogLevel
 from workers.settings import Accelerator, DType, EngineKind, KVDType, LoadFormat
 
 DEFAULT_MODEL: Final = "SmolLM2-135M-Instruct"
 INSTANCE_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
-LogLevel = Literal["debug", "info", "warning", "error"]
+SamplingSource = Literal["model", "openai"]
 
 _MODEL = Parameter(group=Group("Model", sort_key=1))
 _INSTANCE = Parameter(group=Group("Instance and processes", sort_key=2))
@@ -115,6 +116,9 @@ class InstanceConfig:
     """JSON object (in a TOML file a table will do) with entries of config.json to replace (nested
     ones are merged), with --load-format dummy for experiments with shapes. Fewer num_hidden_layers
     cut DeepSeek-V4.1 to the first layers of its two halves."""
+    sampling_defaults: Annotated[SamplingSource, _MODEL] = "model"
+    """How tokens are chosen where a request does not say. model: as the checkpoint's
+    generation_config.json says; openai: temperature 1 and nothing else, whatever it says."""
     max_model_len: Annotated[int | None, _MODEL, _AT_LEAST_ONE] = None
     """Prompt plus output, in tokens. Default: the model's."""
 

@@ -72,7 +72,6 @@ class InstanceFile:
         self._system_dir = system_dir
 
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        """Add the file's values to `arguments` where nothing has set them yet."""
         named = _first_token(arguments, "--config")
         if arguments.get("--instance", None) is None:
             return
@@ -105,7 +104,6 @@ class Provenance:
         self._origins: dict[str, str] = {}
 
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        """Take note; changes nothing. The last of the sources."""
         self._origins = {
             argument.field_info.name: _origin(argument.tokens[0].source, argument.tokens[0].keyword)
             for argument in arguments
@@ -113,7 +111,7 @@ class Provenance:
         }
 
     def origin(self, field_name: str) -> str:
-        """Such as `flag --port`, `environment DEEPINFER_PORT`, `file /etc/…`, `default`."""
+        """`flag --port`, `environment DEEPINFER_PORT`, `file /etc/…` or `default`."""
         return self._origins.get(field_name, "default")
 
 
@@ -126,7 +124,7 @@ def _origin(source: str, keyword: str | None) -> str:
 
 
 provenance: Final = Provenance()
-"""Of the command that this process runs."""
+"""Where the values of the command that this process runs came from."""
 
 SOURCES: Final = (
     Env(ENVIRONMENT_PREFIX, command=False), ModelDirVariable(), InstanceFile(), provenance,
@@ -134,8 +132,8 @@ SOURCES: Final = (
 
 
 def unknown_variables(names: Iterable[str]) -> list[str]:
-    """A sentence for each variable of the environment that looks like an option but is none: a slip
-    would otherwise be ignored in silence."""
+    """One sentence for each environment variable that looks like an option but is none; a slip
+    would otherwise go unnoticed."""
     prefix = ENVIRONMENT_PREFIX
     known = [field.name.upper() for field in dataclasses.fields(InstanceConfig)]
     known += [name.removeprefix(prefix) for name in OTHER_VARIABLES]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -52,8 +53,10 @@ class GgufConversionError(ValueError):
     """The file is not one that this module converts; the message is one sentence."""
 
 
-def convert_llama_gguf(source: Path, target: Path) -> None:
+def convert_llama_gguf(source: Path, target: Path, sampling: Mapping[str, object]) -> None:
     """Write `MODEL_FILES` into the existing directory `target`, each flushed to disk.
+
+    `sampling` goes into `generation_config.json`: a GGUF file says nothing about it.
 
     Raises:
         GgufConversionError: not a GGUF file, or not a Llama model with a SmolLM tokenizer.
@@ -66,7 +69,7 @@ def convert_llama_gguf(source: Path, target: Path) -> None:
     fields = _Fields(reader, source)
     config = _model_config(fields, tied="output.weight" not in {t.name for t in reader.tensors})
     _write_json(target / "config.json", config)
-    _write_json(target / "generation_config.json", _generation_config(fields))
+    _write_json(target / "generation_config.json", _generation_config(fields, sampling))
     _build_tokenizer(fields).save(str(target / "tokenizer.json"))
     _write_json(target / "tokenizer_config.json", _tokenizer_config(fields))
     save_file(_weights(reader, fields), target / "model.safetensors", metadata={"format": "pt"})
@@ -117,7 +120,6 @@ class _Fields:
         return value
 
     def token(self, name: str) -> str:
-        """Text of the special token `name` (`bos`, `eos`, ...)."""
         return self.texts("tokenizer.ggml.tokens")[self.integer(f"tokenizer.ggml.{name}_token_id")]
 
 
@@ -154,12 +156,13 @@ def _model_config(fields: _Fields, *, tied: bool) -> dict[str, object]:
     }
 
 
-def _generation_config(fields: _Fields) -> dict[str, object]:
+def _generation_config(fields: _Fields, sampling: Mapping[str, object]) -> dict[str, object]:
     keys = {"bos": "bos", "eos": "eos", "pad": "padding"}
-    return {
+    tokens = {
         f"{name}_token_id": fields.integer(f"tokenizer.ggml.{key}_token_id")
         for name, key in keys.items()
     }
+    return {**tokens, **sampling}
 
 
 def _build_tokenizer(fields: _Fields) -> Tokenizer:
@@ -225,7 +228,7 @@ def _weights(reader: gguf.GGUFReader, fields: _Fields) -> dict[str, FloatArray]:
 
 
 def _undo_rotary_interleave(weight: FloatArray, heads: int) -> FloatArray:
-    """Rows [heads * head_dim, in]: from (pair, half) order within a head to (half, pair)."""
+    """[heads * head_dim, in]: reorder the rows of each head from (pair, half) to (half, pair)."""
     rows, columns = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows, columns))

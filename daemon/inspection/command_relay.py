@@ -22,7 +22,9 @@ from daemon.metrics.exposition import DAEMON_NAME
 from transport.ids import ProcessName
 from transport.logs import LEVELS, set_level
 from transport.messages.cache_report import CacheContent
-from transport.messages.control import Answer, CacheCommand, DumpStacks, ProcessCommand, SetLogLevel
+from transport.messages.control import CacheCommand, DumpStacks, ProcessCommand, SetLogLevel
+from transport.messages.from_daemon import Answer
+from transport.messages.to_daemon import ToDaemon
 from transport.sockets import RouterSocket
 from transport.stacks import ThreadStack, thread_stacks
 
@@ -54,7 +56,7 @@ class _UnderWay:
 class CommandRelay:
     """The commands under way. Sends over the control socket, which it does not own."""
 
-    def __init__(self, control: RouterSocket) -> None:
+    def __init__(self, control: RouterSocket[ToDaemon]) -> None:
         self._control = control
         self._serials = itertools.count(1)
         self._under_way: dict[int, _UnderWay] = {}
@@ -139,7 +141,6 @@ class CommandRelay:
 
 
 def why_silent(pid: int) -> str:
-    """Why a process does not answer, as far as the kernel knows."""
     try:
         status = psutil.Process(pid).status()
     except psutil.NoSuchProcess:

@@ -1,6 +1,6 @@
 """The daemon's two sockets: control (hello, states, questions, commands) and telemetry.
 
-What comes in is turned into calls of a `ControlHandler`; what the handler returns goes back.
+What comes in is turned into calls of two handlers; what they return goes back.
 """
 
 from __future__ import annotations
@@ -8,28 +8,26 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, assert_never
 
 import zmq
 
 from daemon.inspection.command_relay import CommandError, CommandRelay
-from transport.framing import BadMessage, decode_header
 from transport.ids import ProcessName
-from transport.messages.base import PROTOCOL_VERSION, Hello, Message, Refused, Welcome
-from transport.messages.control import (
-    Answer,
-    CacheCommand,
+from transport.messages.base import Hello, Message, Refused, Welcome
+from transport.messages.control import CacheCommand, DumpStacks, ProcessCommand, SetLogLevel
+from transport.messages.from_daemon import Answer
+from transport.messages.telemetry import Snapshot
+from transport.messages.to_daemon import (
+    TO_DAEMON,
     CommandDone,
-    DumpStacks,
     FatalError,
-    ProcessCommand,
     Query,
-    SetLogLevel,
     StateChanged,
     StatusHeld,
     StopInstance,
+    ToDaemon,
 )
-from transport.messages.telemetry import Snapshot
 from transport.sockets import Endpoints, Received, RouterSocket, SubscriberSocket
 from transport.telemetry.values import SocketStats
 
@@ -42,12 +40,10 @@ class QueryError(ValueError):
     """A question that the daemon cannot answer; the text goes to whoever asked."""
 
 
-class ControlHandler(Protocol):
-    """What the control server needs of the instance."""
+class ProcessHandler(Protocol):
+    """Takes what the processes of the instance say."""
 
-    def knows(self, hello: Hello) -> str | None:
-        """Why this process is not expected here, or None."""
-        ...
+    def knows(self, hello: Hello) -> str | None: ...
 
     def welcomed(self, name: ProcessName) -> None: ...
 
@@ -63,6 +59,12 @@ class ControlHandler(Protocol):
 
     def snapshot(self, snapshot: Snapshot) -> None: ...
 
+    def living(self) -> Mapping[ProcessName, int]: ...
+
+
+class OperatorHandler(Protocol):
+    """Does what a person asks for at the command line."""
+
     def answer(self, what: str) -> bytes:
         """The answer to a question.
 
@@ -70,8 +72,6 @@ class ControlHandler(Protocol):
             QueryError: there is no such question.
         """
         ...
-
-    def living(self) -> Mapping[ProcessName, int]: ...
 
     def stop_requested(self, drain_timeout: float | None) -> None: ...
 
@@ -83,7 +83,7 @@ class ControlServer:
         self, context: zmq.Context[zmq.Socket[bytes]], endpoints: Endpoints, config_hash: str
     ) -> None:
         self._config_hash = config_hash
-        self._control = RouterSocket(context, endpoints.control)
+        self._control = RouterSocket(context, endpoints.control, TO_DAEMON)
         self._relay = CommandRelay(self._control)
         self._telemetry = SubscriberSocket(context, endpoints.telemetry, TELEMETRY_QUEUE)
 
@@ -91,83 +91,64 @@ class ControlServer:
         poller.register(self._control.socket, zmq.POLLIN)
         poller.register(self._telemetry.socket, zmq.POLLIN)
 
-    def handle_incoming(self, handler: ControlHandler) -> None:
-        try:
-            for received in self._control.drain():
-                self._handle(received, handler)
-        except BadMessage:
-            log.exception("dropped a control message that cannot be decoded")
+    def handle_incoming(self, processes: ProcessHandler, operator: OperatorHandler) -> None:
+        self._control.receive(lambda received: self._handle(received, processes, operator))
         self._relay.give_up(time.monotonic())
-        self._handle_telemetry(handler)
+        self._telemetry.receive(
+            lambda received: processes.snapshot(received.message), TELEMETRY_QUEUE
+        )
 
     def send(self, peer: ProcessName, message: Message) -> bool:
-        """Tell a process something; False if it does not listen."""
         return self._control.send(peer, message)
 
     def socket_stats(self) -> list[SocketStats]:
         return [self._control.stats(), self._telemetry.stats()]
 
     def close(self) -> None:
-        """Close both sockets. Idempotent."""
         self._control.close()
         self._telemetry.close()
 
-    def _handle_telemetry(self, handler: ControlHandler) -> None:
-        for frame in self._telemetry.drain(TELEMETRY_QUEUE):
-            try:
-                message = decode_header(frame)
-            except BadMessage:
-                log.exception("dropped a snapshot that cannot be decoded")
-                continue
-            if isinstance(message, Snapshot):
-                handler.snapshot(message)
-
-    def _handle(self, received: Received, handler: ControlHandler) -> None:
+    def _handle(
+        self, received: Received[ToDaemon], processes: ProcessHandler, operator: OperatorHandler
+    ) -> None:
         peer = received.peer
         match received.message:
             case Hello() as hello:
-                problem = self._refusal(hello) or handler.knows(hello)
+                problem = hello.problem("daemon", self._config_hash) or processes.knows(hello)
                 if problem is not None:
                     log.error("refused %s: %s", peer, problem)
                     self._control.send(peer, Refused(problem))
                     return
                 self._control.send(peer, Welcome())
-                handler.welcomed(peer)
+                processes.welcomed(peer)
             case StateChanged() as change:
-                handler.state_changed(peer, change)
+                processes.state_changed(peer, change)
             case StatusHeld(serial):
-                handler.status_held(peer, serial)
+                processes.status_held(peer, serial)
             case FatalError(reason):
-                handler.fatal_error(peer, reason)
+                processes.fatal_error(peer, reason)
             case Query(what, serial):
-                self._answer(peer, what, serial, handler)
+                self._answer(peer, what, serial, operator)
             case DumpStacks() | SetLogLevel() | CacheCommand() as command:
-                self._carry_out(peer, command, handler)
+                self._carry_out(peer, command, processes)
             case CommandDone(serial):
                 self._relay.done(peer, serial, received.frames)
             case StopInstance(drain_timeout, serial):
                 self._control.send(peer, Answer(serial), b"{}")
-                handler.stop_requested(drain_timeout)
+                operator.stop_requested(drain_timeout)
             case other:
-                log.warning("%s sent a %s, which is not for a daemon", peer, type(other).__name__)
+                assert_never(other)
 
-    def _answer(self, peer: ProcessName, what: str, serial: int, handler: ControlHandler) -> None:
+    def _answer(self, peer: ProcessName, what: str, serial: int, operator: OperatorHandler) -> None:
         try:
-            self._control.send(peer, Answer(serial), handler.answer(what))
+            self._control.send(peer, Answer(serial), operator.answer(what))
         except QueryError as error:
             self._control.send(peer, Answer(serial, str(error)), b"")
 
     def _carry_out(
-        self, peer: ProcessName, command: ProcessCommand, handler: ControlHandler
+        self, peer: ProcessName, command: ProcessCommand, processes: ProcessHandler
     ) -> None:
         try:
-            self._relay.start(peer, command, handler.living(), time.monotonic())
+            self._relay.start(peer, command, processes.living(), time.monotonic())
         except CommandError as error:
             self._control.send(peer, Answer(command.serial, str(error)), b"")
-
-    def _refusal(self, hello: Hello) -> str | None:
-        if hello.version != PROTOCOL_VERSION:
-            return f"it speaks protocol {hello.version}, this daemon speaks {PROTOCOL_VERSION}"
-        if hello.config_hash != self._config_hash:
-            return "it was started with another configuration"
-        return None

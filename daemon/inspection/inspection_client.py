@@ -19,7 +19,9 @@ from daemon.inspection.instance_client import InstanceClient
 from transport.framing import BadMessage
 from transport.ids import ProcessName
 from transport.messages.base import Message
-from transport.messages.control import Answer, ProcessCommand, Query, StopInstance
+from transport.messages.control import ProcessCommand
+from transport.messages.from_daemon import TO_CLIENT, Answer
+from transport.messages.to_daemon import Query, StopInstance
 from transport.sockets import DealerSocket, Endpoints, Received
 
 STOP_SECONDS: Final = 30.0
@@ -41,10 +43,12 @@ class InspectionClient(InstanceClient):
         super().__init__(run_dir, instance)
         self._serials = itertools.count(1)
         identity = ProcessName(f"client/{os.getpid()}-{secrets.token_hex(4)}")
-        self._dealer = DealerSocket(self._context, Endpoints(str(run_dir)).control, identity)
+        self._dealer = DealerSocket(
+            self._context, Endpoints(str(run_dir)).control, identity, TO_CLIENT
+        )
 
     def ask(self, what: str, timeout: float) -> bytes:
-        """The daemon's answer to a question (see `report_types.QUESTIONS`), within `timeout` s.
+        """The daemon's answer to a question (one of `state_report.QUESTIONS`), within `timeout` s.
 
         Raises:
             DeepInferError: there is no such question, the daemon does not answer in time, or the
@@ -74,7 +78,6 @@ class InspectionClient(InstanceClient):
         self._exchange(StopInstance(drain_timeout, serial), serial, STOP_SECONDS)
 
     def close(self) -> None:
-        """Free the socket. Idempotent."""
         self._dealer.close()
         self._context.term()
 
@@ -99,13 +102,13 @@ class InspectionClient(InstanceClient):
         """The answer among what has come, if it is there. Older answers came too late: dropped."""
         try:
             for received in self._dealer.drain():
-                if isinstance(received.message, Answer) and received.message.serial == serial:
-                    return self._read(received, received.message)
+                if received.message.serial == serial:
+                    return self._read(received)
         except BadMessage as error:
             raise self._other_version() from error
         return None
 
-    def _read(self, received: Received, answer: Answer) -> bytes:
-        if answer.error:
-            raise DeepInferError(f"{answer.error}.")
+    def _read(self, received: Received[Answer]) -> bytes:
+        if received.message.error:
+            raise DeepInferError(f"{received.message.error}.")
         return bytes(received.frames[0].buffer) if received.frames else b""

@@ -28,7 +28,6 @@ class InstanceClient(ABC):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def __enter__(self) -> Self:
-        """Nothing to do: connected already."""
         return self
 
     def __exit__(

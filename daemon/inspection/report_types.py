@@ -5,17 +5,11 @@ The keys are an interface: they are only ever added. Units are in the names; nul
 
 from __future__ import annotations
 
-from typing import Final
-
 import msgspec
 
 from transport.ids import DpRank
 from transport.messages.cache_report import CacheContent
 from transport.stacks import ThreadStack
-
-QUESTIONS: Final = (
-    "status", "processes", "requests", "queues", "cache", "sockets", "metrics", "state",
-)  # fmt: skip
 
 
 class RequestCounts(msgspec.Struct, frozen=True):
@@ -70,7 +64,7 @@ class ProcessRow(msgspec.Struct, frozen=True):
     uptime_seconds: float | None
     rss_bytes: int | None
     cpu_percent: float | None
-    """Of one core, since somebody last asked."""
+    """Share of one core since somebody last asked."""
     cpu_seconds: float | None
     restarts: int
     heartbeat_age_seconds: float | None
@@ -96,7 +90,7 @@ class RequestReport(msgspec.Struct, frozen=True):
     output_tokens: int
     age_ms: float
     waiting_ms: float | None
-    """From its arrival to a tokenizer."""
+    """Time between its arrival and its handover to a tokenizer."""
     tokenizing_ms: float | None
     queued_ms: float | None
     running_ms: float | None

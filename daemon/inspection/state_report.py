@@ -10,7 +10,6 @@ import msgspec
 
 from daemon.inspection.control_server import QueryError
 from daemon.inspection.report_types import (
-    QUESTIONS,
     CacheRow,
     ProcessRow,
     QueueRow,
@@ -27,6 +26,8 @@ from daemon.supervision.supervisor import Child
 from daemon.system.process_usage import ProcessUsage
 from transport.ids import NO_RANK, DpRank
 from transport.messages.telemetry import RequestRow, Snapshot
+from transport.telemetry import catalog
+from transport.telemetry.catalog import GaugeMetric
 
 
 def answer(what: str, view: InstanceView, exporter: MetricsExporter) -> bytes:
@@ -60,9 +61,9 @@ def status(view: InstanceView, exporter: MetricsExporter) -> StatusReport:
         ranks_ready=sum(worker.ready for worker in workers),
         requests=_request_counts(view),
         work=WorkDone(
-            prompt_tokens=int(totals.counter("prefill_tokens_computed")),
-            generation_tokens=int(totals.counter("decode_tokens_computed")),
-            requests=totals.observations("e2e_request_latency_seconds"),
+            prompt_tokens=int(totals.counter(catalog.PREFILL_TOKENS_COMPUTED)),
+            generation_tokens=int(totals.counter(catalog.DECODE_TOKENS_COMPUTED)),
+            requests=totals.observations(catalog.E2E_REQUEST_LATENCY_SECONDS),
         ),
     )
 
@@ -84,7 +85,6 @@ def requests(view: InstanceView, _: MetricsExporter) -> list[RequestReport]:
 
 
 def queues(view: InstanceView, _: MetricsExporter) -> list[QueueRow]:
-    """All queues that processes report, also those without a bound of their own."""
     return [
         QueueRow(snapshot.name, queue.name, queue.depth, queue.high_water, queue.capacity or None)
         for snapshot in _snapshots(view)
@@ -93,17 +93,16 @@ def queues(view: InstanceView, _: MetricsExporter) -> list[QueueRow]:
 
 
 def cache(view: InstanceView, exporter: MetricsExporter) -> list[CacheRow]:
-    """The page pool and the prefix cache of each rank."""
     totals = exporter.totals(view)
     rows = []
     for child in view.children.values():
         if child.spec.role != "worker":
             continue
         rank = child.name.partition("/")[2]
-        used, total = _gauge(child, "kv_pages_used"), _gauge(child, "kv_pages")
+        used, total = _gauge(child, catalog.KV_PAGES_USED), _gauge(child, catalog.KV_PAGES)
         ratio = None if used is None or not total else round(used / total, 4)
-        queries = totals.counter("prefix_cache_queries", rank)
-        hits = totals.counter("prefix_cache_hits", rank)
+        queries = totals.counter(catalog.PREFIX_CACHE_QUERIES, rank)
+        hits = totals.counter(catalog.PREFIX_CACHE_HITS, rank)
         rows.append(
             CacheRow(
                 rank=DpRank(int(rank)),
@@ -111,16 +110,16 @@ def cache(view: InstanceView, exporter: MetricsExporter) -> list[CacheRow]:
                 pages_used=used,
                 pages_total=total,
                 page_usage_ratio=ratio,
-                slots_used=_gauge(child, "sequence_slots_used"),
-                slots_total=_gauge(child, "sequence_slots"),
-                sequences_running=_gauge(child, "num_requests_running"),
-                sequences_waiting=_gauge(child, "num_requests_waiting"),
-                preemptions=int(totals.counter("num_preemptions", rank)),
-                host_pages_used=_gauge(child, "hicache_pages_used"),
-                host_pages_total=_gauge(child, "hicache_pages"),
-                host_states_used=_gauge(child, "hicache_states_used"),
-                host_states_total=_gauge(child, "hicache_states"),
-                oldest_page_seconds=_gauge(child, "hicache_oldest_page_seconds"),
+                slots_used=_gauge(child, catalog.SEQUENCE_SLOTS_USED),
+                slots_total=_gauge(child, catalog.SEQUENCE_SLOTS),
+                sequences_running=_gauge(child, catalog.NUM_REQUESTS_RUNNING),
+                sequences_waiting=_gauge(child, catalog.NUM_REQUESTS_WAITING),
+                preemptions=int(totals.counter(catalog.NUM_PREEMPTIONS, rank)),
+                host_pages_used=_gauge(child, catalog.HICACHE_PAGES_USED),
+                host_pages_total=_gauge(child, catalog.HICACHE_PAGES),
+                host_states_used=_gauge(child, catalog.HICACHE_STATES_USED),
+                host_states_total=_gauge(child, catalog.HICACHE_STATES),
+                oldest_page_seconds=_gauge(child, catalog.HICACHE_OLDEST_PAGE_SECONDS),
                 hit_ratio=round(hits / queries, 4) if queries else None,
             )
         )
@@ -165,6 +164,7 @@ _REPORTS: Final[dict[str, Callable[[InstanceView, MetricsExporter], object]]] = 
     "sockets": sockets,
     "state": state,
 }
+QUESTIONS: Final = (*_REPORTS, "metrics")
 
 
 def _snapshots(view: InstanceView, role: str | None = None) -> Iterator[Snapshot]:
@@ -176,14 +176,14 @@ def _snapshots(view: InstanceView, role: str | None = None) -> Iterator[Snapshot
 def _request_counts(view: InstanceView) -> RequestCounts:
     counts = dict.fromkeys(RequestCounts.__struct_fields__, 0)
     for snapshot in _snapshots(view, "router"):
-        for (stage,), value in snapshot.gauges.get("router_requests", []):
+        for (stage,), value in snapshot.gauges.get(catalog.ROUTER_REQUESTS.name, []):
             if stage in counts:
                 counts[stage] += int(value)
     return RequestCounts(**counts)
 
 
-def _gauge(child: Child, name: str) -> int | None:
-    values = [] if child.snapshot is None else child.snapshot.gauges.get(name, [])
+def _gauge(child: Child, metric: GaugeMetric) -> int | None:
+    values = [] if child.snapshot is None else child.snapshot.gauges.get(metric.name, [])
     return int(values[0][1]) if values else None
 
 
@@ -225,7 +225,7 @@ def _process_row(child: Child, now: float, usage: ProcessUsage) -> ProcessRow:
         progress=None if snapshot is None else snapshot.progress,
         progress_age_seconds=None if snapshot is None else _seconds(now - child.progress_at),
         last_exit=child.last_exit,
-        gpu_memory_bytes=_gauge(child, "gpu_memory_bytes"),
+        gpu_memory_bytes=_gauge(child, catalog.GPU_MEMORY_BYTES),
     )
 
 

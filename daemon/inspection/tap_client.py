@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Final
+from typing import Final, assert_never
 
 import msgspec
 import zmq
@@ -14,9 +14,10 @@ from daemon.errors import DeepInferError
 from daemon.inspection.instance_client import InstanceClient
 from daemon.inspection.report_types import TapReport
 from transport.framing import BadMessage, decode_header
+from transport.messages.any import ANY_MESSAGE
 from transport.messages.base import Message
 from transport.messages.generate import Encode
-from transport.messages.tap import TAP_BODIES, TAP_HEADERS, TapOpened, Tapped
+from transport.messages.tap import TAP_BODIES, TAP_HEADERS, TO_TAPPER, TapOpened, Tapped
 from transport.messages.to_router import Submit
 from transport.sockets import Endpoints
 
@@ -42,7 +43,7 @@ class TapClient(InstanceClient):
         """
         super().__init__(run_dir, instance)
         self._serial: int | None = None
-        """Of the next message; None: not known yet."""
+        """The next message's; None: not known yet."""
         self._lost = 0
         self._router_is_gone = False
         self._notices: list[str] = []
@@ -78,12 +79,11 @@ class TapClient(InstanceClient):
         return found
 
     def notices(self) -> list[str]:
-        """What became of the router since the last call, in sentences."""
+        """Sentences on what became of the router since the last call."""
         notices, self._notices = self._notices, []
         return notices
 
     def close(self) -> None:
-        """Free the sockets. Idempotent."""
         if not self._socket.closed:
             self._socket.disable_monitor()
         self._monitor.close(linger=0)
@@ -100,7 +100,8 @@ class TapClient(InstanceClient):
                 )
 
     def _open(self) -> list[TapReport]:
-        """What came before the greeting, for others that tap already."""
+        """Wait for the greeting; returns the messages that came before it, for others that tap
+        already."""
         early: list[TapReport] = []
         deadline = time.monotonic() + OPEN_SECONDS
         while self._serial is None:
@@ -118,7 +119,7 @@ class TapClient(InstanceClient):
     def _receive(self) -> TapReport | None:
         _topic, header, *bodies = self._socket.recv_multipart()
         try:
-            match decode_header(header):
+            match decode_header(header, TO_TAPPER):
                 case TapOpened(serial):
                     # A new router begins to count anew; else a gap is found at the next message.
                     if self._serial is None or self._router_is_gone:
@@ -131,15 +132,15 @@ class TapClient(InstanceClient):
                         self._lost += max(tapped.serial - self._serial, 0)
                     self._serial = tapped.serial + 1
                     return self._report(tapped, bodies)
-                case _:
-                    pass
+                case other:
+                    assert_never(other)
         except BadMessage as error:
             raise self._other_version() from error
         return None
 
     def _report(self, tapped: Tapped, bodies: list[bytes]) -> TapReport:
         lost, self._lost = self._lost, 0
-        message = decode_header(bodies[0]) if bodies else None
+        message = decode_header(bodies[0], ANY_MESSAGE) if bodies else None
         return TapReport(
             at=tapped.at,
             sender=tapped.sender,

@@ -13,7 +13,7 @@ from typing import Final
 
 from daemon.supervision.supervisor import Child
 from transport.ids import ProcessName
-from transport.messages.control import InstanceState, InstanceStatus
+from transport.messages.from_daemon import InstanceState, InstanceStatus
 
 CONFIRM_SECONDS: Final = 30.0
 """How long the daemon waits for the frontends to confirm, before it goes on without."""
@@ -36,13 +36,13 @@ class FrontendStatus:
     send: Callable[[ProcessName, InstanceStatus], bool]
     """False: it does not read now."""
     status: InstanceStatus
-    """With the serial that all shall confirm."""
+    """The present one; all frontends have to confirm its serial."""
     changed_at: float
     """CLOCK_MONOTONIC seconds at which it became the present one."""
     _told: dict[ProcessName, _Told] = field(default_factory=dict)
 
     def change(self, state: InstanceState, reason: str, now: float) -> bool:
-        """From now on this is the status; False if it is already."""
+        """Make this the present status; False if it is already."""
         if (state, reason) == (self.status.state, self.status.reason):
             return False
         self.status = InstanceStatus(state, reason, self.status.serial + 1)
@@ -50,7 +50,6 @@ class FrontendStatus:
         return True
 
     def joined(self, name: ProcessName) -> None:
-        """A frontend has said hello: it knows nothing yet."""
         self._told[name] = _Told()
 
     def held(self, name: ProcessName, serial: int) -> None:
@@ -59,7 +58,8 @@ class FrontendStatus:
             told.held = serial
 
     def deliver(self, frontends: Iterable[Child]) -> None:
-        """Tell those that have not been told. One that does not read is told at the next call."""
+        """Tell the frontends that have not been told. One that does not read is told at the next
+        call."""
         for frontend in frontends:
             told = self._told.get(frontend.name)
             # One without a state is new: it has not said hello, and its name is its predecessor's.
@@ -69,7 +69,7 @@ class FrontendStatus:
                 told.sent = self.status.serial
 
     def unconfirmed(self, frontends: Iterable[Child]) -> list[ProcessName]:
-        """The living frontends that do not act on the present status yet, as far as is known."""
+        """The living frontends that are not known to act on the present status."""
         serial = self.status.serial
         return [
             frontend.name
@@ -78,7 +78,6 @@ class FrontendStatus:
         ]
 
     def all_hold(self, frontends: Iterable[Child], now: float) -> bool:
-        """Whether all living frontends act on the present status, `ready`, or have had their time."""
         missing = self.unconfirmed(frontends)
         if missing and now - self.changed_at < CONFIRM_SECONDS:
             return False

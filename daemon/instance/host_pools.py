@@ -12,10 +12,10 @@ from typing import Final
 
 from daemon.configuration.config import InstanceConfig
 from daemon.errors import ConfigurationError, DeepInferError
-from daemon.instance.memory_check import GIB
 from hicache.errors import HostPoolError
 from hicache.pool.segment import create_segment
-from workers.engine.host_memory import available_host_memory
+from transport.wording import GIB
+from workers.hardware.host_memory import available_host_memory
 
 GPU_POOL_GIB: Final = 32.0
 CPU_POOL_GIB: Final = 0.5
@@ -77,7 +77,7 @@ class HostPools:
             raise DeepInferError(str(error)) from error
 
     def close(self) -> None:
-        """Let go of the segments: their memory is free once no worker has them. Idempotent."""
+        """Close the segments; their memory is free once no worker maps them. Idempotent."""
         for descriptor in self.descriptors:
             with contextlib.suppress(OSError):
                 os.close(descriptor)

@@ -1,8 +1,7 @@
 """The daemon's main loop: one instance from its first process to its last file.
 
-`starting -> ready <-> degraded -> draining -> (terminated, killed) -> gone`. One thread, one poller
-over the control and telemetry sockets, the children's pidfds and the signals; nothing here waits for
-anything else.
+One thread, one poller over the control and telemetry sockets, the children's pidfds and the signals;
+nothing here waits for anything else.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 import zmq
@@ -21,7 +19,10 @@ from daemon.errors import ConfigurationError, DeepInferError
 from daemon.inspection.control_server import ControlServer
 from daemon.inspection.state_report import answer
 from daemon.instance.frontend_status import FrontendStatus
+from daemon.instance.phase import Event, Lifecycle, Phase, next_phase
+from daemon.instance.process_reports import ProcessReports
 from daemon.instance.role_settings import InstancePlan
+from daemon.instance.shutdown import KILL_SECONDS, TERMINATE_SECONDS, Shutdown
 from daemon.metrics.exposition import MetricsExporter
 from daemon.supervision.hang_watch import HangWatch
 from daemon.supervision.instance_view import InstanceView
@@ -29,36 +30,14 @@ from daemon.supervision.supervisor import Child, Death, Supervisor
 from daemon.system.listen import base_url
 from daemon.system.sd_notify import ServiceManager, watchdog_seconds
 from daemon.system.stop_signals import StopSignals
-from transport.ids import ProcessName
-from transport.messages.base import Hello
-from transport.messages.control import Drain, InstanceState, InstanceStatus, PeerLost, StateChanged
-from transport.messages.telemetry import Snapshot
+from transport.messages.from_daemon import InstanceStatus, PeerLost
 
 TURN_SECONDS: Final = 0.5
 """Longest sleep of the main loop: timers are at most this late."""
-TERMINATE_SECONDS: Final = 5.0
-"""From SIGTERM to SIGKILL."""
-KILL_SECONDS: Final = 20.0
-"""From SIGKILL until we say that a process does not end (a GPU takes seconds to let go)."""
 EXTEND_SECONDS: Final = 60.0
 """How much longer systemd is asked to wait, each turn, while the instance loads."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Stop:
-    """A stop under way."""
-
-    drain_deadline: float
-    began: float
-    idle_snapshots: int = 0
-    """Of the router, since the drain began, without a request."""
-    drained: float | None = None
-    """When the frontends were told to end."""
-    terminated: float | None = None
-    """When all others were."""
-    killed: float | None = None
 
 
 class Instance:
@@ -73,15 +52,15 @@ class Instance:
         on_ready: Callable[[str], None],
     ) -> None:
         """`on_ready` is called once, with the instance's URL, when it first serves."""
+        config = plan.config
         self._plan = plan
         self._supervisor = supervisor
         self._server = server
-        self._url = base_url(plan.config.host, port)
+        self._url = base_url(config.host, port)
         self._on_ready = on_ready
         self._service = ServiceManager()
         self._watchdog = watchdog_seconds()
         self._exporter = MetricsExporter()
-        config = plan.config
         self._hang_watch = HangWatch(
             config.heartbeat_seconds,
             config.hang_seconds,
@@ -89,16 +68,16 @@ class Instance:
             config.start_timeout,
         )
         self._started_at = time.monotonic()
-        self._was_ready = False
-        """Whether it has ever served."""
-        self._is_announced = False
-        """Whether it serves now, and the frontends act on that."""
+        self._lifecycle = Lifecycle(self._started_at)
+        self._shutdown = Shutdown(self._lifecycle, supervisor, server.send)
         self._frontend_status = FrontendStatus(
             server.send,
             InstanceStatus("starting", "the processes are being started", serial=1),
             self._started_at,
         )
-        self._stop: _Stop | None = None
+        self._reports = ProcessReports(
+            supervisor, self._frontend_status, server.send, self._shutdown.router_told
+        )
         self._failure: DeepInferError | None = None
 
     def run(self, signals: StopSignals) -> None:
@@ -110,7 +89,7 @@ class Instance:
         """
         try:
             self._supervisor.start_all()
-            while self._stop is None or self._supervisor.num_alive:
+            while not self._phase.is_stopping or self._supervisor.num_alive:
                 self._wait(signals)
                 self._turn(signals)
         finally:
@@ -122,6 +101,10 @@ class Instance:
             raise self._failure
 
     # ---- the loop -----------------------------------------------------------------------------
+
+    @property
+    def _phase(self) -> Phase:
+        return self._lifecycle.phase
 
     def _wait(self, signals: StopSignals) -> None:
         poller = zmq.Poller()
@@ -142,239 +125,149 @@ class Instance:
     def _turn(self, signals: StopSignals) -> None:
         now = time.monotonic()
         if signals.take():
-            self._begin_stop(now, self._plan.config.drain_timeout, hurry=signals.count > 1)
+            self._stop(self._plan.config.drain_timeout, now)
+            if signals.count > 1:
+                self._shutdown.hurry(now)
             if signals.count > 2:
-                self._kill(now)
-        self._server.handle_incoming(self)
-        for death in self._supervisor.collect_deaths(now, not self._was_ready):
-            self._on_death(death)
+                self._shutdown.kill(now)
+        self._server.handle_incoming(self._reports, self)
+        for death in self._supervisor.collect_deaths(now, not self._phase.has_served):
+            self._on_death(death, now)
         self._supervisor.restart_due(now)
-        if self._stop is None:
+        if not self._phase.is_stopping:
             for hung in self._hang_watch.look(self._supervisor.children.values(), now):
                 self._supervisor.kill_hung(hung.child, hung.reason)
-        if self._stop is not None:
-            self._go_on_stopping(self._stop, now)
-        elif not self._was_ready and now - self._started_at > self._plan.config.start_timeout:
-            seconds = self._plan.config.start_timeout
-            reason = f"The instance was not ready after {seconds:g} s ({self._known_state()[1]})"
-            self._fail_start(DeepInferError(f"{reason}: raise --start-timeout or read the log."))
-        self._tell_state(now)
-        if self._stop is None and not self._was_ready:
+        self._check_start(now)
+        self._shutdown.go_on(now)
+        self._tell_frontends(now)
+        self._tell_service_manager(now)
+
+    def _check_start(self, now: float) -> None:
+        seconds = self._plan.config.start_timeout
+        if not self._phase.has_served and now - self._started_at > seconds:
+            reason = self._view(now).reason
+            self._fail_start(
+                DeepInferError(
+                    f"The instance was not ready after {seconds:g} s ({reason}): "
+                    "raise --start-timeout or read the log."
+                ),
+                now,
+            )
+
+    def _tell_frontends(self, now: float) -> None:
+        self._lifecycle.take(self._readiness(), now)
+        state = self._phase.for_frontends
+        frontends = self._supervisor.by_role("frontend")
+        is_new = self._frontend_status.change(state, self._reason(self._phase), now)
+        self._frontend_status.deliver(frontends)
+        if state == "ready":
+            if self._phase is not Phase.SERVING and self._frontend_status.all_hold(frontends, now):
+                self._serve(now)
+        elif is_new:
+            reason = self._frontend_status.status.reason
+            level = logging.WARNING if state == "degraded" else logging.DEBUG
+            log.log(level, "%s: %s", state, reason)
+            self._service.status(f"{state}: {reason}")
+
+    def _serve(self, now: float) -> None:
+        is_first = self._phase is Phase.CONFIRMING
+        self._lifecycle.take(Event.CONFIRMED, now)
+        self._service.status(f"serving {self._plan.model_name} at {self._url}")
+        if not is_first:
+            log.info("ready again")
+            return
+        log.info("ready after %.1f s", now - self._started_at)
+        self._service.ready()
+        self._on_ready(self._url)
+
+    def _tell_service_manager(self, now: float) -> None:
+        if not self._phase.has_served:
             self._service.extend_timeout(EXTEND_SECONDS)
         self._service.deliver()
         if self._watchdog is not None and self._makes_progress(now, self._watchdog):
             self._service.watchdog()
 
     def _makes_progress(self, now: float, seconds: float) -> bool:
-        """Whether no worker that serves has stood still for half of `seconds`."""
         workers = self._supervisor.by_role("worker")
         serving = (c for c in workers if c.alive and c.state == "ready")
         return all(now - c.progress_at < seconds / 2 for c in serving)
 
-    def _on_death(self, death: Death) -> None:
+    # ---- deaths and stops -------------------------------------------------------------------------
+
+    def _on_death(self, death: Death, now: float) -> None:
         child = death.child
         if child.last_snapshot is not None:
             self._exporter.process_ended(child.last_snapshot)
             child.last_snapshot = None
         for peer in self._concerned_by(child):
             self._server.send(peer.name, PeerLost(child.name, not death.hopeless, death.pid))
-        if death.hopeless and not self._was_ready:
+        if death.hopeless and not self._phase.has_served:
             # What a restart does not cure lies in the model, the options or the machine.
             kind = ConfigurationError if child.fatal else DeepInferError
-            self._fail_start(kind(f"{child.name} cannot start: {death.reason}"))
+            self._fail_start(kind(f"{child.name} cannot start: {death.reason}"), now)
 
     def _concerned_by(self, lost: Child) -> list[Child]:
-        """Who must know of a loss: the router, or of its own those that have to join the new one.
-        (Frontends watch their connection to the router themselves.)"""
+        """Who must know of a loss: the router, or if it was the router, those that have to join the
+        new one. Frontends watch their connection to the router themselves."""
         roles = ("worker", "tokenizer") if lost.spec.role == "router" else ("router",)
         return [c for c in self._supervisor.children.values() if c.alive and c.spec.role in roles]
 
-    def _fail_start(self, failure: DeepInferError) -> None:
-        if self._stop is None:
-            self._failure = failure
-            log.error("%s", failure)
-            self._begin_stop(time.monotonic(), 0.0, hurry=True)
+    def _fail_start(self, failure: DeepInferError, now: float) -> None:
+        self._failure = failure
+        log.error("%s", failure)
+        self._stop(0.0, now)
 
-    # ---- state --------------------------------------------------------------------------------------
+    def _stop(self, drain_seconds: float, now: float) -> None:
+        if self._shutdown.begin(drain_seconds, now):
+            log.info("stopping: no new requests; running ones get %g s", drain_seconds)
+            self._service.stopping()
+            self._service.extend_timeout(drain_seconds + 2 * TERMINATE_SECONDS + 2 * KILL_SECONDS)
 
-    def _current_state(self) -> tuple[InstanceState, str]:
-        if self._stop is not None:
-            return "draining", "the instance is stopping"
-        missing = [c for c in self._supervisor.children.values() if not c.ready]
-        if not missing:
-            return "ready", ""
-        reason = "; ".join(f"{c.name}: {_why(c)}" for c in missing[:4])
-        if len(missing) > 4:
-            reason += f"; and {len(missing) - 4} more"
-        return self._not_ready, reason
-
-    def _known_state(self) -> tuple[InstanceState, str]:
-        """What everybody else may know: `ready` only when no request meets a 503."""
-        state, reason = self._current_state()
-        if state != "ready" or self._is_announced:
-            return state, reason
-        names = self._frontend_status.unconfirmed(self._supervisor.by_role("frontend"))
-        return self._not_ready, "; ".join(
-            f"{name}: not told yet that all are ready" for name in names
-        )
-
-    @property
-    def _not_ready(self) -> InstanceState:
-        return "degraded" if self._was_ready else "starting"
-
-    def _tell_state(self, now: float) -> None:
-        state, reason = self._current_state()
-        frontends = self._supervisor.by_role("frontend")
-        is_new = self._frontend_status.change(state, reason, now)
-        self._frontend_status.deliver(frontends)
-        if is_new:
-            self._is_announced = False
-        if state == "ready":
-            if not self._is_announced and self._frontend_status.all_hold(frontends, now):
-                self._announce(now)
-        elif is_new:
-            log.log(
-                logging.WARNING if state == "degraded" else logging.DEBUG, "%s: %s", state, reason
-            )
-            self._service.status(f"{state}: {reason}")
-
-    def _announce(self, now: float) -> None:
-        self._is_announced = True
-        self._service.status(f"serving {self._plan.model_name} at {self._url}")
-        if self._was_ready:
-            log.info("ready again")
-            return
-        self._was_ready = True
-        log.info("ready after %.1f s", now - self._started_at)
-        self._service.ready()
-        self._on_ready(self._url)
-
-    # ---- what the control server calls --------------------------------------------------------------
-
-    def knows(self, hello: Hello) -> str | None:
-        child = self._supervisor.children.get(hello.name)
-        if child is None or child.process is None or child.process.pid != hello.pid:
-            return f"process {hello.pid} is not {hello.name} of this instance"
-        return None
-
-    def welcomed(self, name: ProcessName) -> None:
-        """A child has joined: a frontend is told how things are with this turn, a router at once for
-        whom not to wait."""
-        child = self._supervisor.children[name]
-        child.state = "starting"
-        if child.spec.role == "frontend":
-            self._frontend_status.joined(name)
-        elif child.spec.role == "router":
-            for other in self._supervisor.children.values():
-                if other.is_given_up:
-                    self._server.send(name, PeerLost(other.name, comes_back=False))
-
-    def state_changed(self, name: ProcessName, message: StateChanged) -> None:
-        child = self._supervisor.children.get(name)
-        if child is None:
-            return
-        child.state, child.detail = message.state, message.detail
-        now = time.monotonic()
-        if message.state == "ready" and child.served_from is None:
-            child.served_from = now
-        # What came before was start-up: from here on it is expected to make progress.
-        child.snapshot_at = child.progress_at = now
-        log.info("%s is %s%s", name, message.state, message.detail and f": {message.detail}")
-
-    def status_held(self, name: ProcessName, serial: int) -> None:
-        """A frontend acts on what it was told of the instance."""
-        self._frontend_status.held(name, serial)
-
-    def fatal_error(self, name: ProcessName, reason: str) -> None:
-        child = self._supervisor.children.get(name)
-        if child is not None:
-            child.fatal = reason
-
-    def snapshot(self, snapshot: Snapshot) -> None:
-        """A child's telemetry. Late ones of a dead predecessor are not taken."""
-        child = self._supervisor.children.get(snapshot.name)
-        if child is None or child.process is None or child.process.pid != snapshot.pid:
-            return
-        now = time.monotonic()
-        if child.snapshot is None or snapshot.progress != child.snapshot.progress:
-            child.progress_at = now
-        child.snapshot = child.last_snapshot = snapshot
-        child.snapshot_at = now
-        if self._stop is not None and child.spec.role == "router":
-            self._stop.idle_snapshots += 0 if snapshot.requests else 1
+    # ---- what is told of it -----------------------------------------------------------------------
 
     def answer(self, what: str) -> bytes:
-        return answer(what, self.view(), self._exporter)
-
-    def living(self) -> dict[ProcessName, int]:
-        children = self._supervisor.children.values()
-        return {c.name: c.process.pid for c in children if c.process is not None}
+        return answer(what, self._view(time.monotonic()), self._exporter)
 
     def stop_requested(self, drain_timeout: float | None) -> None:
         default = self._plan.config.drain_timeout
-        self._begin_stop(time.monotonic(), default if drain_timeout is None else drain_timeout)
+        self._stop(default if drain_timeout is None else drain_timeout, time.monotonic())
 
-    def view(self) -> InstanceView:
-        state, reason = self._known_state()
+    def _view(self, now: float) -> InstanceView:
+        # A process may have been lost, or become ready, since the last turn.
+        phase = next_phase(self._phase, self._readiness())
         return InstanceView(
             instance=self._plan.config.instance,
-            state=state,
-            reason=reason,
+            state=phase.for_others,
+            reason=self._reason(phase) or self._awaited(phase),
             pid=os.getpid(),
             url=self._url,
             model_name=self._plan.model_name,
             accelerator=self._plan.accelerator,
             run_dir=str(self._plan.run_dir),
             started_at=self._started_at,
-            now=time.monotonic(),
+            now=now,
             children=self._supervisor.children,
             sockets=self._server.socket_stats(),
         )
 
-    # ---- stopping -----------------------------------------------------------------------------------
+    def _readiness(self) -> Event:
+        return Event.ONE_MISSING if self._missing() else Event.ALL_READY
 
-    def _begin_stop(self, now: float, drain_seconds: float, hurry: bool = False) -> None:
-        if self._stop is None:
-            log.info("stopping: no new requests; running ones get %g s", drain_seconds)
-            self._stop = _Stop(drain_deadline=now + drain_seconds, began=now)
-            self._service.stopping()
-            self._service.extend_timeout(drain_seconds + 2 * TERMINATE_SECONDS + 2 * KILL_SECONDS)
-            for child in self._supervisor.children.values():
-                if child.alive and child.spec.role in ("frontend", "router"):
-                    self._server.send(child.name, Drain())
-            if not self._was_ready:
-                self._stop.drain_deadline = now
-        if hurry:
-            self._stop.drain_deadline = now
+    def _missing(self) -> list[Child]:
+        return [child for child in self._supervisor.children.values() if not child.ready]
 
-    def _go_on_stopping(self, stop: _Stop, now: float) -> None:
-        if stop.terminated is None:
-            routers = [child for child in self._supervisor.by_role("router") if child.ready]
-            # One snapshot may have been on its way when the drain began; the second is newer.
-            idle = stop.idle_snapshots >= 2 or not routers or now >= stop.drain_deadline
-            if idle and stop.drained is None:
-                stop.drained = now
-                self._supervisor.terminate("frontend")
-            frontends = any(child.alive for child in self._supervisor.by_role("frontend"))
-            if stop.drained is not None and (
-                not frontends or now - stop.drained > TERMINATE_SECONDS
-            ):
-                stop.terminated = now
-                self._supervisor.terminate()
-        elif stop.killed is None:
-            if now - stop.terminated > TERMINATE_SECONDS:
-                self._kill(now)
-        elif now - stop.killed > KILL_SECONDS:
-            raise DeepInferError(f"These processes do not end: {self._left()}.")
+    def _reason(self, phase: Phase) -> str:
+        if phase.is_stopping:
+            return "the instance is stopping"
+        missing = self._missing()
+        reason = "; ".join(f"{child.name}: {_why(child)}" for child in missing[:4])
+        return reason + (f"; and {len(missing) - 4} more" if len(missing) > 4 else "")
 
-    def _kill(self, now: float) -> None:
-        if self._stop is not None and self._stop.killed is None:
-            log.warning("killing what has not ended: %s", self._left())
-            self._stop.terminated = self._stop.killed = now
-            self._supervisor.kill()
-
-    def _left(self) -> str:
-        return ", ".join(c.name for c in self._supervisor.children.values() if c.alive)
+    def _awaited(self, phase: Phase) -> str:
+        if phase is Phase.SERVING:
+            return ""
+        names = self._frontend_status.unconfirmed(self._supervisor.by_role("frontend"))
+        return "; ".join(f"{name}: not told yet that all are ready" for name in names)
 
 
 def _why(child: Child) -> str:

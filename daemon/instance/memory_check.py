@@ -7,30 +7,20 @@ read but the headers of the checkpoint's files.
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from daemon.configuration.config import InstanceConfig
 from daemon.errors import ConfigurationError
-from workers.engine.host_memory import available_host_memory
+from transport.wording import GIB
+from workers.contract import ModelLoadError
+from workers.hardware.host_memory import available_host_memory
+from workers.models.deepseek_v41.weights.tensor_table import is_engram_table
+from workers.models.safetensors_header import read_header
 
 FLOAT_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 DTYPE_BYTES: Final = {"auto": 4, "float32": 4, "bfloat16": 2, "float16": 2}
-"""In a CPU's memory, by --dtype."""
-MAX_HEADER_BYTES: Final = 100_000_000
-MAPPED_TABLE: Final = ".engram.embed."
-"""In the names of tensors that a worker maps instead of loading them."""
-GIB: Final = 1 << 30
-
-
-class _Tensor(msgspec.Struct):
-    """One entry of a file's header."""
-
-    dtype: str = ""
-    data_offsets: tuple[int, int] = (0, 0)
+"""Bytes of a float in a CPU's memory, by --dtype."""
 
 
 def check_memory(config: InstanceConfig, accelerator: str, model_dir: Path) -> None:
@@ -58,21 +48,14 @@ def check_memory(config: InstanceConfig, accelerator: str, model_dir: Path) -> N
 def weight_bytes(path: Path, float_bytes: int) -> int:
     """Memory of a file's tensors, in bytes, where its floating-point numbers take `float_bytes` each.
 
-    The size of the file where its header tells nothing: the worker will say what is wrong with it.
+    The size of the file where its header is damaged: the worker will say what is wrong with it.
     """
-    size = path.stat().st_size
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = file.read(min(length, MAX_HEADER_BYTES))
-        tensors = msgspec.json.decode(header, type=dict[str, _Tensor])
-    except (OSError, struct.error, msgspec.MsgspecError, UnicodeDecodeError):
-        return size
-    spans = {name: (tensor.dtype, *tensor.data_offsets) for name, tensor in tensors.items()}
-    if any(not 0 <= begin <= end <= size for _, begin, end in spans.values()):
-        return size
+        tensors = read_header(path)
+    except ModelLoadError:
+        return path.stat().st_size
     return sum(
-        (end - begin) * float_bytes // FLOAT_BYTES.get(dtype, float_bytes)
-        for name, (dtype, begin, end) in spans.items()
-        if MAPPED_TABLE not in name
+        tensor.size * float_bytes // FLOAT_BYTES.get(tensor.dtype, float_bytes)
+        for tensor in tensors
+        if not is_engram_table(tensor.key)
     )

@@ -19,7 +19,7 @@ from frontend.http.auth import ApiKeys, ApiKeysError
 
 DESCRIPTORS_BASE: Final = 256
 THREADS_PER_PROCESS: Final = 8
-"""With those that a library starts for itself; a worker has one more per core."""
+"""Includes those that libraries start for themselves; a worker has one more per core."""
 CAP_SYS_ADMIN: Final = 1 << 21
 CAP_SYS_RESOURCE: Final = 1 << 24
 TOKENIZER_FILES: Final = (
@@ -145,7 +145,6 @@ def check_thread_limit(config: InstanceConfig) -> None:
 
 
 def _may_exceed_limits() -> bool:
-    """Whether the kernel lets this process start more than the limit on processes says."""
     status = Path("/proc/self/status").read_text()
     effective = int(status.partition("CapEff:")[2].split()[0], 16)
     return os.getuid() == 0 or bool(effective & (CAP_SYS_ADMIN | CAP_SYS_RESOURCE))

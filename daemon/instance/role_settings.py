@@ -1,4 +1,4 @@
-"""From the configuration of the instance to the settings of each of its processes."""
+"""Turns the configuration of the instance into the settings of each of its processes."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
 from daemon.configuration.config import InstanceConfig, read_overrides
 from daemon.instance.host_pools import STATE_SLOTS, pool_bytes
+from daemon.instance.sampling_defaults import read_sampling_defaults
 from daemon.router.settings import RouterSettings
 from daemon.supervision.child_process import ChildSpec
 from daemon.system.accelerator import detect_accelerator, nvidia_devices, usable_cores
-from frontend.settings import FrontendSettings, TokenizerSettings
+from frontend.settings import FrontendSettings, SamplingDefaults, TokenizerSettings
 from transport.child import ProcessSettings
 from transport.ids import ROUTER_NAME, DpRank, ProcessName, process_name
 from transport.messages.base import Role
-from workers.settings import Accelerator, WorkerSettings
+from workers.settings import Accelerator, EngineSettings, WorkerSettings
 
 MODULES: Final[dict[Role, str]] = {
     "router": "daemon.router.run",
@@ -44,6 +45,7 @@ class InstancePlan:
     hicache_bytes: int
     """For the pages of each rank's prefix cache; 0: none."""
     hicache_states: int
+    sampling_defaults: SamplingDefaults
 
     @property
     def config_hash(self) -> str:
@@ -54,6 +56,11 @@ class InstancePlan:
 
 
 def make_plan(config: InstanceConfig, model_dir: Path, run_dir: Path, pid: int) -> InstancePlan:
+    """Find out what the configuration leaves open.
+
+    Raises:
+        ConfigurationError: the model's sampling defaults cannot be used.
+    """
     accelerator = config.accelerator or detect_accelerator()
     if config.engine == "fake":
         accelerator = "cpu"
@@ -68,6 +75,7 @@ def make_plan(config: InstanceConfig, model_dir: Path, run_dir: Path, pid: int) 
         daemon_pid=pid,
         hicache_bytes=pool_bytes(config, accelerator),
         hicache_states=config.hicache_state_slots or STATE_SLOTS[accelerator],
+        sampling_defaults=read_sampling_defaults(model_dir, config.sampling_defaults),
     )
 
 
@@ -112,17 +120,25 @@ def _spec(
     )
 
 
+SettingsT = TypeVar("SettingsT", bound=msgspec.Struct)
+
+
+def _settings(kind: type[SettingsT], config: InstanceConfig, /, **found: object) -> SettingsT:
+    """What was `found` out, and each option that has a field of its name in `kind`."""
+    names = {field.name for field in msgspec.structs.fields(kind)}
+    options = {name: value for name, value in vars(config).items() if name in names}
+    return kind(**options | found)
+
+
 def _router(plan: InstancePlan) -> ChildSpec:
     config = plan.config
     process = _process(plan, ROUTER_NAME, "router")
-    settings = RouterSettings(
+    settings = _settings(
+        RouterSettings,
+        config,
         process=process,
         workers=config.dp,
-        tokenizers=config.tokenizers,
-        max_waiting=config.max_waiting,
-        routing=config.routing,
         retry_after_seconds=config.retry_after,
-        max_migrations=config.max_migrations,
         stage_seconds=config.stage_timeout,
         start_seconds=config.start_timeout,
     )
@@ -134,31 +150,29 @@ def _worker(plan: InstancePlan, rank: DpRank, pool_fds: Sequence[int]) -> ChildS
     on_gpu = plan.accelerator == "nvidia"
     threads = 1 if on_gpu else max(usable_cores() // config.dp, 1)
     process = _process(plan, process_name("worker", rank), "worker")
-    settings = WorkerSettings(
-        process=process,
-        rank=rank,
-        engine=config.engine,
+    engine = _settings(
+        EngineSettings,
+        config,
+        kind=config.engine,
+        fake_step_seconds=config.fake_step_ms / 1000,
         model_dir=str(plan.model_dir),
         accelerator=plan.accelerator,
-        device_index=0,
-        dtype=config.dtype,
-        load_format=config.load_format,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs or (256 if on_gpu else 32),
-        kv_cache_gb=config.kv_cache_gb,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        max_batched_tokens=config.max_batched_tokens or (8192 if on_gpu else 512),
-        prefill_any_interval=config.prefill_any_interval,
         num_threads=threads,
-        kv_dtype=config.kv_dtype,
-        keep_tokens=config.yoco_keep_tokens,
-        deterministic=config.deterministic,
         hf_overrides=read_overrides(config.hf_overrides),
+        max_num_seqs=config.max_num_seqs or (256 if on_gpu else 32),
+        max_batched_tokens=config.max_batched_tokens or (8192 if on_gpu else 512),
+        keep_tokens=config.yoco_keep_tokens,
+        stores_prefixes=bool(pool_fds),
+    )
+    settings = _settings(
+        WorkerSettings,
+        config,
+        process=process,
+        rank=rank,
+        engine=engine,
         hicache_fd=pool_fds[0] if pool_fds else None,
         hicache_bytes=plan.hicache_bytes,
         hicache_states=plan.hicache_states,
-        hicache_copy=config.hicache_copy,
-        fake_step_seconds=config.fake_step_ms / 1000,
     )
     # Threads that wait for each other must not spin: on a busy machine they would hold the very core
     # that the last one needs, and a step took ten times as long.
@@ -177,7 +191,9 @@ def _frontend(plan: InstancePlan, number: int, listen_fd: int) -> ChildSpec:
     config = plan.config
     process = _process(plan, process_name("frontend", number), "frontend")
     keys_file = config.api_keys_file
-    settings = FrontendSettings(
+    settings = _settings(
+        FrontendSettings,
+        config,
         process=process,
         listen_fd=listen_fd,
         model_dir=str(plan.model_dir),
@@ -185,12 +201,9 @@ def _frontend(plan: InstancePlan, number: int, listen_fd: int) -> ChildSpec:
         api_keys_file=str(keys_file.absolute()) if keys_file else None,
         max_body_bytes=round(config.max_body_mb * 1_000_000),
         max_header_bytes=config.max_header_kib << 10,
-        body_seconds=config.body_seconds,
-        keep_alive_seconds=config.keep_alive_seconds,
-        max_choices=config.max_choices,
         stream_high_water_bytes=config.stream_high_water_kib << 10,
-        slow_reader_seconds=config.slow_reader_seconds,
         retry_after_seconds=config.retry_after,
         drain_seconds=config.drain_timeout,
+        sampling_defaults=plan.sampling_defaults,
     )
     return _spec(process, settings, pass_fds=(listen_fd,))

@@ -91,7 +91,6 @@ def run_instance(config: InstanceConfig, signals: StopSignals) -> None:
 
 
 def _tell_progress(line: str) -> None:
-    """Of fetching the model, which has a time limit of its own."""
     log.info("%s", line)
     service = ServiceManager()
     service.status(line)
@@ -100,7 +99,6 @@ def _tell_progress(line: str) -> None:
 
 
 def announce(model: str, url: str, can_chat: bool) -> None:
-    """Tell a person how to use the instance that is now ready."""
     if not sys.stdout.isatty() and os.environ.get("DEEPINFER_QUIET_START"):
         return
     console = Console(soft_wrap=True, highlight=False)

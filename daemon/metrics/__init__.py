@@ -1,1 +1,1 @@
-"""The Prometheus exposition and its catalog."""
+"""The Prometheus exposition."""

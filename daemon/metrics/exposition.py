@@ -20,12 +20,21 @@ from prometheus_client.metrics_core import (
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from daemon.metrics.catalog import BY_NAME, PREFIX, Kind, Metric
 from daemon.metrics.totals import Labels, Totals, rank_labels
 from daemon.supervision.instance_view import InstanceView
 from daemon.supervision.supervisor import Child
 from daemon.system.process_usage import ProcessUsage
 from transport.messages.telemetry import Snapshot
+from transport.telemetry import catalog
+from transport.telemetry.catalog import (
+    BY_NAME,
+    PREFIX,
+    CounterMetric,
+    GaugeMetric,
+    HistogramMetric,
+    Kind,
+    Metric,
+)
 from transport.telemetry.values import HistogramValue
 
 DAEMON_NAME = "daemon"
@@ -42,7 +51,6 @@ class MetricsExporter:
         self.usage = ProcessUsage()
 
     def process_ended(self, snapshot: Snapshot) -> None:
-        """Keep what a process had counted, given its last snapshot."""
         self._ended.add(snapshot)
 
     def totals(self, view: InstanceView) -> Totals:
@@ -62,13 +70,15 @@ class MetricsExporter:
             families.add_histogram(name, labels, histogram)
         for (name, labels), value in _gauge_sums(view.children.values()).items():
             families.add_gauge(name, labels, value)
-        families.add_gauge("instance_ready", (), float(view.state == "ready"))
-        families.add_gauge("instance_uptime_seconds", (), view.now - view.started_at)
+        families.add_gauge(catalog.INSTANCE_READY.name, (), float(view.state == "ready"))
+        families.add_gauge(catalog.INSTANCE_UPTIME_SECONDS.name, (), view.now - view.started_at)
         for child in view.children.values():
             _add_child(families, child, view.now)
             self._add_usage(families, child.name, child.process.pid if child.process else None)
-        families.add_gauge("process_up", (DAEMON_NAME,), 1.0)
-        families.add_gauge("process_uptime_seconds", (DAEMON_NAME,), view.now - view.started_at)
+        families.add_gauge(catalog.PROCESS_UP.name, (DAEMON_NAME,), 1.0)
+        families.add_gauge(
+            catalog.PROCESS_UPTIME_SECONDS.name, (DAEMON_NAME,), view.now - view.started_at
+        )
         self._add_usage(families, DAEMON_NAME, view.pid)
         self.usage.keep(living_pids(view))
         return generate_latest(_Exposition(families))
@@ -76,8 +86,10 @@ class MetricsExporter:
     def _add_usage(self, families: _Families, process: str, pid: int | None) -> None:
         usage = None if pid is None else self.usage.read(pid)
         if usage is not None:
-            families.add_gauge("process_resident_memory_bytes", (process,), usage.rss_bytes)
-            families.add_counter("process_cpu_seconds", (process,), usage.cpu_seconds)
+            families.add_gauge(
+                catalog.PROCESS_RESIDENT_MEMORY_BYTES.name, (process,), usage.rss_bytes
+            )
+            families.add_counter(catalog.PROCESS_CPU_SECONDS.name, (process,), usage.cpu_seconds)
 
 
 def living_pids(view: InstanceView) -> set[int]:
@@ -100,19 +112,28 @@ def _gauge_sums(children: Iterable[Child]) -> dict[tuple[str, Labels], float]:
 
 def _add_child(families: _Families, child: Child, now: float) -> None:
     process = (child.name,)
-    families.add_gauge("process_up", process, float(child.alive))
-    families.add_counter("process_restarts", process, child.restarts)
+    families.add_gauge(catalog.PROCESS_UP.name, process, float(child.alive))
+    families.add_counter(catalog.PROCESS_RESTARTS.name, process, child.restarts)
     if child.process is not None:
-        families.add_gauge("process_uptime_seconds", process, now - child.process.started_at)
+        families.add_gauge(
+            catalog.PROCESS_UPTIME_SECONDS.name, process, now - child.process.started_at
+        )
     if child.snapshot is None:
         return
-    families.add_gauge("process_heartbeat_age_seconds", process, now - child.snapshot_at)
-    families.add_gauge("process_progress_age_seconds", process, now - child.progress_at)
+    families.add_gauge(catalog.PROCESS_HEARTBEAT_AGE_SECONDS.name, process, now - child.snapshot_at)
+    families.add_gauge(catalog.PROCESS_PROGRESS_AGE_SECONDS.name, process, now - child.progress_at)
     for queue in child.snapshot.queues:
         labels = (child.name, queue.name)
-        families.add_gauge("queue_depth", labels, queue.depth)
-        families.add_gauge("queue_high_water", labels, queue.high_water)
-        families.add_gauge("queue_capacity", labels, queue.capacity)
+        families.add_gauge(catalog.QUEUE_DEPTH.name, labels, queue.depth)
+        families.add_gauge(catalog.QUEUE_HIGH_WATER.name, labels, queue.high_water)
+        families.add_gauge(catalog.QUEUE_CAPACITY.name, labels, queue.capacity)
+
+
+_UNDESCRIBED: dict[Kind, type[Metric]] = {
+    "counter": CounterMetric,
+    "gauge": GaugeMetric,
+    "histogram": HistogramMetric,
+}
 
 
 class _Exposition(Collector):
@@ -122,7 +143,6 @@ class _Exposition(Collector):
         self._families = families
 
     def collect(self) -> Iterator[Family]:
-        """All families, in a stable order."""
         return iter(self._families)
 
 
@@ -175,7 +195,7 @@ class _Families:
         metric = BY_NAME.get(name)
         if metric is None:
             names = tuple(f"label_{i}" for i in range(1, len(labels) + 1))
-            metric = Metric(name, kind, names, "Not described yet.", ())
+            metric = _UNDESCRIBED[kind](name, "Not described yet.", names)
         if (kind, len(labels)) != self._labels.setdefault(name, (metric.kind, len(metric.labels))):
             log.error("left out a series of %s: wrong kind or number of labels", name)
             return None

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from transport.messages.telemetry import Snapshot
+from transport.telemetry import catalog
+from transport.telemetry.catalog import CounterMetric, HistogramMetric
 from transport.telemetry.values import HistogramValue, SocketStats
 
 Labels = tuple[str, ...]
@@ -19,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def rank_labels(process_name: str) -> Labels:
-    """The labels that the daemon puts before those of the process: the rank, for a worker."""
+    """`rank`, which the daemon puts before a worker's own labels."""
     role, _, number = process_name.partition("/")
     return (number,) if role == WORKER_ROLE else ()
 
@@ -38,7 +40,6 @@ class Totals:
         return other
 
     def add(self, snapshot: Snapshot) -> None:
-        """Add all that one process has counted since its start."""
         before = rank_labels(snapshot.name)
         for name, values in snapshot.counters.items():
             for labels, value in values:
@@ -49,29 +50,26 @@ class Totals:
         self.add_sockets(snapshot.name, snapshot.sockets)
 
     def add_sockets(self, process: str, sockets: Sequence[SocketStats]) -> None:
-        """Add the traffic of one process's sockets since its start."""
         for socket in sockets:
             where = (process, socket.name)
-            self._count(("socket_messages", (*where, "received")), socket.received)
-            self._count(("socket_messages", (*where, "sent")), socket.sent)
-            self._count(("socket_bytes", (*where, "received")), socket.received_bytes)
-            self._count(("socket_bytes", (*where, "sent")), socket.sent_bytes)
-            self._count(("socket_refused_sends", where), socket.refused)
+            self._count((catalog.SOCKET_MESSAGES.name, (*where, "received")), socket.received)
+            self._count((catalog.SOCKET_MESSAGES.name, (*where, "sent")), socket.sent)
+            self._count((catalog.SOCKET_BYTES.name, (*where, "received")), socket.received_bytes)
+            self._count((catalog.SOCKET_BYTES.name, (*where, "sent")), socket.sent_bytes)
+            self._count((catalog.SOCKET_REFUSED_SENDS.name, where), socket.refused)
 
-    def counter(self, name: str, *first_labels: str) -> float:
+    def counter(self, metric: CounterMetric, *first_labels: str) -> float:
         """Sum of a counter over all series whose labels begin with these."""
         width = len(first_labels)
         return sum(
             value
             for (found, labels), value in self.counters.items()
-            if found == name and labels[:width] == first_labels
+            if found == metric.name and labels[:width] == first_labels
         )
 
-    def observations(self, name: str) -> int:
-        """How many values a histogram has seen, over all series."""
-        return sum(
-            sum(value.counts) for (found, _), value in self.histograms.items() if found == name
-        )
+    def observations(self, metric: HistogramMetric) -> int:
+        values = self.histograms.items()
+        return sum(sum(value.counts) for (found, _), value in values if found == metric.name)
 
     def _count(self, key: Key, value: float) -> None:
         self.counters[key] = self.counters.get(key, 0.0) + value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from daemon.router.request import Request
+from daemon.router.generation import Generation
 from daemon.router.settings import RouterSettings
 from transport.ids import RequestId
 from transport.messages.generate import RequestFailed
@@ -30,21 +30,21 @@ class Admission:
     def drain(self) -> None:
         self._is_draining = True
 
-    def count(self, request: Request, prompts: int = 0, waiting: int = 0) -> None:
+    def count(self, generation: Generation, prompts: int = 0, waiting: int = 0) -> None:
         """A prompt came (`prompts` = 1) or went (-1), began (`waiting` = -1) or has to wait (1)."""
-        call = self._calls.setdefault(request.call, _Call())
+        call = self._calls.setdefault(generation.call, _Call())
         was_waiting = call.waiting > 0
         call.prompts += prompts
         call.waiting += waiting
         self.num_waiting += (call.waiting > 0) - was_waiting
         if not call.prompts:
-            del self._calls[request.call]
+            del self._calls[generation.call]
 
-    def refusal(self, request: Request, is_served: bool) -> RequestFailed | None:
+    def refusal(self, generation: Generation, is_served: bool) -> RequestFailed | None:
         """Why this prompt is not let in, or None. The further prompts of an HTTP request that was
         let in always are. `is_served`: there is a worker, or one comes."""
-        request_id, seconds = request.request_id, self._settings.retry_after_seconds
-        if request.call in self._calls:
+        request_id, seconds = generation.request_id, self._settings.retry_after_seconds
+        if generation.call in self._calls:
             return None
         if self._is_draining:
             message = "The server is shutting down and takes no new requests."

@@ -1,6 +1,6 @@
 """The router's rules: messages and losses in, messages out. No sockets and no clock in here.
 
-A request is `received`, then `tokenizing` at one tokenizer, `queued` at one worker, `running` from
+A prompt is `received`, then `tokenizing` at one tokenizer, `queued` at one worker, `running` from
 its first chunk on, and `finished`. The router keeps the prompt and the tokens that the client has
 until the end, so that a request can go on elsewhere when its tokenizer or worker is lost.
 """
@@ -12,12 +12,12 @@ from typing import Final
 import numpy as np
 
 from daemon.router.admission import Admission
+from daemon.router.generation import Generation, Stage
 from daemon.router.metrics import RouterMetrics
 from daemon.router.outbox import Outgoing
+from daemon.router.peers import Peers
 from daemon.router.placement import choose_rank, choose_tokenizer
 from daemon.router.prompt_check import find_problem, fit
-from daemon.router.request import Choice, Request, Stage
-from daemon.router.roster import Roster
 from daemon.router.settings import RouterSettings
 from transport.framing import Payload, read_tokens
 from transport.ids import NO_RANK, DpRank, ProcessName, RequestId
@@ -47,9 +47,9 @@ class RouterCore:
     def __init__(self, settings: RouterSettings, metrics: RouterMetrics) -> None:
         self._settings = settings
         self._metrics = metrics
-        self._requests: dict[RequestId, Request] = {}
+        self._generations: dict[RequestId, Generation] = {}
         self._admission = Admission(settings)
-        self._roster = Roster(settings)
+        self._peers = Peers(settings)
         self._out: list[Outgoing] = []
 
     # ---- peers -----------------------------------------------------------------------------------
@@ -57,148 +57,112 @@ class RouterCore:
     def peer_joined(self, peer: ProcessName, role: str, now: float) -> list[Outgoing]:
         """A frontend or tokenizer has said hello (a worker joins with `WorkerReady`)."""
         if role == "frontend":
-            self._roster.frontends.add(peer)
-            if self._roster.model is not None:
-                self._send(peer, Serving(self._roster.model))
+            self._peers.frontends.add(peer)
+            if self._peers.model is not None:
+                self._send(peer, Serving(self._peers.model))
         elif role == "tokenizer":
-            self._roster.tokenizer_joined(peer)
-            for request in self._in_stage("received"):
-                self._to_tokenizer(request, now)
+            self._peers.tokenizer_joined(peer)
+            for generation in self._in_stage("received"):
+                self._to_tokenizer(generation, now)
         return self._take()
 
     def worker_ready(self, peer: ProcessName, ready: WorkerReady) -> list[Outgoing]:
-        self._roster.worker_ready(peer, ready)
+        self._peers.worker_ready(peer, ready)
         self._tell_model()
-        for request in self._in_stage("queued"):
-            if request.rank == NO_RANK:
-                self._to_worker(request)
+        for generation in self._in_stage("queued"):
+            if generation.rank == NO_RANK:
+                self._to_worker(generation)
         return self._take()
 
     def peer_lost(self, peer: ProcessName, now: float, comes_back: bool = True) -> list[Outgoing]:
         """A process is gone: its requests are resubmitted elsewhere, a frontend's are dropped.
         `comes_back`: another process of this name is started."""
-        roster = self._roster
-        roster.note_loss(peer, comes_back)
-        if peer in roster.frontends:
-            roster.frontends.discard(peer)
-            for request in [r for r in self._requests.values() if r.frontend == peer]:
-                self._cancel_all(request, "client")
-        elif peer in roster.tokenizers:
-            del roster.tokenizers[peer]
-            for request in [r for r in self._in_stage("tokenizing") if r.tokenizer == peer]:
-                request.tokenizer = None
-                self._to_tokenizer(request, now)
-        elif peer in roster.ranks:
-            self._worker_lost(roster.ranks[peer], now)
+        peers = self._peers
+        peers.note_loss(peer, comes_back)
+        if peer in peers.frontends:
+            peers.frontends.discard(peer)
+            for generation in [g for g in self._generations.values() if g.frontend == peer]:
+                self._cancel_all(generation, "client")
+        elif peer in peers.tokenizers:
+            del peers.tokenizers[peer]
+            for generation in [g for g in self._in_stage("tokenizing") if g.tokenizer == peer]:
+                generation.tokenizer = None
+                self._to_tokenizer(generation, now)
+        elif peer in peers.ranks:
+            self._worker_lost(peers.ranks[peer], now)
         return self._take()
 
     def _worker_lost(self, rank: DpRank, now: float) -> None:
-        if self._roster.rank_lost(rank):
+        if self._peers.rank_lost(rank):
             self._tell_model()
-        for request in [r for r in self._requests.values() if r.rank == rank]:
-            request.rank = NO_RANK
-            request.migrations += 1
-            if request.migrations > self._settings.max_migrations:
+        for generation in [g for g in self._generations.values() if g.rank == rank]:
+            generation.rank = NO_RANK
+            generation.migrations += 1
+            if generation.migrations > self._settings.max_migrations:
                 self._fail(
-                    request, 500, "worker_lost",
-                    f"The request was given up after it had lost {request.migrations} workers.",
+                    generation, 500, "worker_lost",
+                    f"The request was given up after it had lost {generation.migrations} workers.",
                 )  # fmt: skip
                 continue
             self._metrics.migrations.add()
-            self._enter(request, "queued", now)
-            self._to_worker(request)
+            self._enter(generation, "queued", now)
+            self._to_worker(generation)
 
     def _tell_model(self) -> None:
-        for frontend in self._roster.frontends:
-            assert self._roster.model is not None
-            self._send(frontend, Serving(self._roster.model))
+        for frontend in self._peers.frontends:
+            assert self._peers.model is not None
+            self._send(frontend, Serving(self._peers.model))
 
     # ---- from frontends ---------------------------------------------------------------------------
 
     def submit(
-        self, peer: ProcessName, message: Submit, frame: Payload, now: float
+        self, peer: ProcessName, message: Submit | Encode, frame: Payload, now: float
     ) -> list[Outgoing]:
-        request = Request(
-            request_id=message.request_id,
-            frontend=peer,
-            kind=message.kind,
-            sampling=message.sampling,
-            choices=[Choice() for _ in range(message.n)],
-            priority=message.priority,
-            affinity=message.affinity,
-            add_special_tokens=message.add_special_tokens,
-            prompt_frame=frame,
-            received_at=message.received_at,
-            call=message.call or message.request_id,
-            prefix_cache=message.prefix_cache,
-            cache_salt=message.cache_salt,
-        )
-        return self._receive(request, now)
-
-    def encode(
-        self, peer: ProcessName, message: Encode, frame: Payload, now: float
-    ) -> list[Outgoing]:
-        """A prompt to render and encode only."""
-        request = Request(
-            request_id=message.request_id,
-            frontend=peer,
-            kind=message.kind,
-            sampling=None,
-            choices=[],
-            priority=0,
-            affinity=message.affinity,
-            add_special_tokens=message.add_special_tokens,
-            prompt_frame=frame,
-            received_at=now,
-            call=message.request_id,
-        )
-        return self._receive(request, now)
-
-    def _receive(self, request: Request, now: float) -> list[Outgoing]:
-        request.enter("received", now)
-        refusal = self._refusal(request)
+        """A prompt to answer, or (`Encode`) to render and encode only."""
+        generation = Generation.of(message, peer, frame, now)
+        generation.enter("received", now)
+        refusal = self._refusal(generation)
         if refusal is not None:
             self._metrics.rejections(refusal.code).add()
-            self._send(request.frontend, refusal)
+            self._send(generation.frontend, refusal)
             return self._take()
-        self._requests[request.request_id] = request
-        self._admission.count(request, prompts=1, waiting=1)
+        self._generations[generation.request_id] = generation
+        self._admission.count(generation, prompts=1, waiting=1)
         self._metrics.waiting.set(self.num_waiting)
-        if request.kind == "tokens":
-            self._encoded(request, request.prompt_frame, now)
+        if message.kind == "tokens":
+            self._encoded(generation, generation.prompt_frame, now)
         else:
-            self._to_tokenizer(request, now)
+            self._to_tokenizer(generation, now)
         return self._take()
 
-    def _refusal(self, request: Request) -> RequestFailed | None:
-        if request.request_id in self._requests:
+    def _refusal(self, generation: Generation) -> RequestFailed | None:
+        if generation.request_id in self._generations:
             message = "The request id is in use."
-            return RequestFailed(request.request_id, 409, "duplicate_request_id", message)
-        roster = self._roster
-        comes = bool(roster.loads) or roster.patience("worker") > 0
-        return self._admission.refusal(request, roster.model is not None and comes)
+            return RequestFailed(generation.request_id, 409, "duplicate_request_id", message)
+        peers = self._peers
+        comes = bool(peers.loads) or peers.max_wait("worker") > 0
+        return self._admission.refusal(generation, peers.model is not None and comes)
 
     def cancel(self, message: Cancel, now: float) -> list[Outgoing]:
-        """The client has gone, a stop string was found, or the reader is too slow."""
-        request = self._requests.get(message.request_id)
-        if request is None:
+        generation = self._generations.get(message.request_id)
+        if generation is None:
             return []
         if message.index == ALL_CHOICES:
-            self._cancel_all(request, message.cause)
-        elif 0 <= message.index < len(request.choices):
-            if request.rank != NO_RANK:
-                self._send(self._roster.names[request.rank], message)
-            self._choice_done(request, message.index)
-            self._close_if_done(request, now)
+            self._cancel_all(generation, message.cause)
+        elif 0 <= message.index < len(generation.choices):
+            if generation.rank != NO_RANK:
+                self._send(self._peers.names[generation.rank], message)
+            self._choice_done(generation, message.index)
+            self._close_if_done(generation, now)
         return self._take()
 
     def throttle(self, message: Throttle) -> list[Outgoing]:
-        request = self._requests.get(message.request_id)
-        if request is not None and 0 <= message.index < len(request.choices):
+        generation = self._generations.get(message.request_id)
+        if generation is not None and 0 <= message.index < len(generation.choices):
             # Noted as well: where it goes on after a loss it must pause again.
-            request.choices[message.index].paused = message.paused
-            if request.rank != NO_RANK:
-                self._send(self._roster.names[request.rank], message)
+            generation.choices[message.index].paused = message.paused
+            if generation.rank != NO_RANK:
+                self._send(self._peers.names[generation.rank], message)
         return self._take()
 
     def drain(self) -> None:
@@ -209,219 +173,219 @@ class RouterCore:
     def encoded(
         self, peer: ProcessName, message: Encoded, frame: Payload, now: float
     ) -> list[Outgoing]:
-        request = self._left_tokenizer(peer, message.request_id)
-        if request is not None:
+        generation = self._left_tokenizer(peer, message.request_id)
+        if generation is not None:
             self._metrics.render_seconds.observe(message.render_seconds)
             self._metrics.encode_seconds.observe(message.encode_seconds)
-            self._encoded(request, frame, now)
+            self._encoded(generation, frame, now)
         return self._take()
 
     def encoding_failed(self, peer: ProcessName, message: RequestFailed) -> list[Outgoing]:
-        request = self._left_tokenizer(peer, message.request_id)
-        if request is not None:
-            self._send(request.frontend, message)
-            self._close(request)
+        generation = self._left_tokenizer(peer, message.request_id)
+        if generation is not None:
+            self._send(generation.frontend, message)
+            self._close(generation)
         return self._take()
 
-    def _left_tokenizer(self, peer: ProcessName, request_id: RequestId) -> Request | None:
-        request = self._requests.get(request_id)
-        if request is None or request.stage != "tokenizing" or request.tokenizer != peer:
+    def _left_tokenizer(self, peer: ProcessName, request_id: RequestId) -> Generation | None:
+        generation = self._generations.get(request_id)
+        if generation is None or generation.stage != "tokenizing" or generation.tokenizer != peer:
             return None
-        self._roster.tokenizers[peer] -= 1
-        request.tokenizer = None
-        return request
+        self._peers.tokenizers[peer] -= 1
+        generation.tokenizer = None
+        return generation
 
-    def _encoded(self, request: Request, frame: Payload, now: float) -> None:
-        if request.sampling is None:
-            self._send(request.frontend, Encoded(request.request_id), frame)
-            self._close(request)
+    def _encoded(self, generation: Generation, frame: Payload, now: float) -> None:
+        message = generation.message
+        if isinstance(message, Encode):
+            self._send(generation.frontend, Encoded(generation.request_id), frame)
+            self._close(generation)
             return
         prompt = np.array(read_tokens(frame), dtype=np.int32)
-        request.prompt_frame = b""
-        model = self._roster.model
+        generation.prompt_frame = b""
+        model = self._peers.model
         assert model is not None  # else it would not have been let in
-        problem = find_problem(request.kind, prompt, model)
+        problem = find_problem(message.kind, prompt, model)
         if problem is not None:
-            self._fail(request, 400, problem.code, problem.message, problem.param)
+            self._fail(generation, 400, problem.code, problem.message, problem.param)
             return
-        request.sampling = fit(request.sampling, len(prompt), model)
-        request.prompt = prompt
-        self._enter(request, "queued", now)
-        self._to_worker(request)
+        generation.message = fit(message, len(prompt), model)
+        generation.prompt = prompt
+        self._enter(generation, "queued", now)
+        self._to_worker(generation)
 
     # ---- from workers -------------------------------------------------------------------------------
 
     def tokens(
-        self, peer: ProcessName, batch: TokenBatch, received: Received, now: float
+        self, peer: ProcessName, batch: TokenBatch, received: Received[Message], now: float
     ) -> list[Outgoing]:
-        rank = self._roster.ranks.get(peer, NO_RANK)
+        rank = self._peers.ranks.get(peer, NO_RANK)
         if rank == NO_RANK:
             return []  # a worker that has been given up: its requests run elsewhere
         for request_id, _index, _cached, _prompt in batch.started:
-            request = self._requests.get(request_id)
-            if request is not None and request.stage == "queued" and request.rank == rank:
-                self._enter(request, "running", now)
-                self._metrics.queue_seconds.observe(now - request.queued_at)
-        if batch.frontend in self._roster.frontends:
+            generation = self._generations.get(request_id)
+            if generation is not None and generation.stage == "queued" and generation.rank == rank:
+                self._enter(generation, "running", now)
+                self._metrics.queue_seconds.observe(now - generation.queued_at)
+        if batch.frontend in self._peers.frontends:
             self._out.append(Outgoing(batch.frontend, None, forward=received))
         ids = read_tokens(received.frames[0]).tolist()
         position = 0
-        closing: list[Request] = []
+        closing: list[Generation] = []
         for i, request_id in enumerate(batch.request_ids):
             count = batch.counts[i]
-            request = self._requests.get(request_id)
-            if request is not None and request.rank == rank:
+            generation = self._generations.get(request_id)
+            if generation is not None and generation.rank == rank:
                 index = batch.indexes[i]
-                output = request.choices[index].output
+                output = generation.choices[index].output
                 if count == 1:  # the usual case, and the hot path
                     output.append(ids[position])
                 else:
                     output += ids[position : position + count]
                 if batch.finish[i] != RUNNING:
-                    self._choice_done(request, index)
-                    closing.append(request)
+                    self._choice_done(generation, index)
+                    closing.append(generation)
             position += count
-        for request in closing:
-            self._close_if_done(request, now)
+        for generation in closing:
+            self._close_if_done(generation, now)
         return self._take()
 
     def tokens_lost(self, batch: TokenBatch) -> list[Outgoing]:
         """One step's tokens could not be sent: their requests end, rather than go on with a hole."""
         for request_id in {*batch.request_ids, *(row[0] for row in batch.started)}:
-            request = self._requests.get(request_id)
-            if request is not None:
+            generation = self._generations.get(request_id)
+            if generation is not None:
                 self._fail(
-                    request, 500, "tokens_lost",
+                    generation, 500, "tokens_lost",
                     "The request was given up: the server could not pass its answer on.",
                 )  # fmt: skip
         return self._take()
 
     def sequence_failed(self, peer: ProcessName, message: SequenceFailed) -> list[Outgoing]:
-        request = self._requests.get(message.request_id)
+        generation = self._generations.get(message.request_id)
         # A worker that has been given up may still speak of a request that runs elsewhere by now.
-        if request is not None and request.rank == self._roster.ranks.get(peer):
-            self._fail(request, message.status, message.code, message.message)
+        if generation is not None and generation.rank == self._peers.ranks.get(peer):
+            self._fail(generation, message.status, message.code, message.message)
         return self._take()
 
     # ---- time ------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Outgoing]:
         """Fail what has been in the hands of no worker for too long; refresh the gauges."""
-        for request in list(self._requests.values()):
-            self._check_wait(request, now)
-        self._metrics.update(self._requests.values())
+        for generation in list(self._generations.values()):
+            self._check_wait(generation, now)
+        self._metrics.update(self._generations.values())
         self._metrics.waiting.set(self.num_waiting)
-        choices = {self._roster.names[rank]: load for rank, load in self._roster.loads.items()}
-        self._metrics.update_outstanding(self._roster.tokenizers, choices)
+        choices = {self._peers.names[rank]: load for rank, load in self._peers.loads.items()}
+        self._metrics.update_outstanding(self._peers.tokenizers, choices)
         return self._take()
 
-    def _check_wait(self, request: Request, now: float) -> None:
-        if request.stage == "tokenizing":
+    def _check_wait(self, generation: Generation, now: float) -> None:
+        if generation.stage == "tokenizing":
             limit, where = self._settings.stage_seconds, "the tokenizer"
-        elif request.stage == "received":
-            limit, where = self._roster.patience("tokenizer"), "a tokenizer"
-        elif request.rank == NO_RANK:
-            limit, where = self._roster.patience("worker"), "a worker"
+        elif generation.stage == "received":
+            limit, where = self._peers.max_wait("tokenizer"), "a tokenizer"
+        elif generation.rank == NO_RANK:
+            limit, where = self._peers.max_wait("worker"), "a worker"
         else:
             return
         if not limit:
             message = f"There is no longer {where} that could take the request."
-            self._fail(request, 503, "not_ready", message)
-        elif now - request.stage_since > limit:
+            self._fail(generation, 503, "not_ready", message)
+        elif now - generation.stage_since > limit:
             message = f"The request waited {limit:g} s for {where}."
-            self._fail(request, 503, "timeout", message)
+            self._fail(generation, 503, "timeout", message)
 
     # ---- steps of a request -------------------------------------------------------------------------------
 
     @property
     def num_waiting(self) -> int:
-        """HTTP requests of which no worker has begun some prompt."""
         return self._admission.num_waiting
 
     def rows(self) -> list[RequestRow]:
-        return [request.row() for request in list(self._requests.values())[:MAX_ROWS]]
+        return [generation.row() for generation in list(self._generations.values())[:MAX_ROWS]]
 
-    def _enter(self, request: Request, stage: Stage, now: float) -> None:
-        was_waiting = request.is_waiting
-        request.enter(stage, now)
-        self._admission.count(request, waiting=request.is_waiting - was_waiting)
+    def _enter(self, generation: Generation, stage: Stage, now: float) -> None:
+        was_waiting = generation.is_waiting
+        generation.enter(stage, now)
+        self._admission.count(generation, waiting=generation.is_waiting - was_waiting)
 
-    def _to_tokenizer(self, request: Request, now: float) -> None:
-        tokenizers = self._roster.tokenizers
+    def _to_tokenizer(self, generation: Generation, now: float) -> None:
+        tokenizers = self._peers.tokenizers
         if not tokenizers:
-            self._enter(request, "received", now)
+            self._enter(generation, "received", now)
             return
-        name = choose_tokenizer(request.affinity, tokenizers)
+        name = choose_tokenizer(generation.message.affinity, tokenizers)
         tokenizers[name] += 1
         self._metrics.prompts_at(name, tokenizers[name])
-        request.tokenizer = name
-        self._enter(request, "tokenizing", now)
-        job = Encode(request.request_id, request.kind, request.add_special_tokens, request.affinity)
-        self._send(name, job, request.prompt_frame)
+        generation.tokenizer = name
+        self._enter(generation, "tokenizing", now)
+        self._send(name, generation.encode(), generation.prompt_frame)
 
-    def _to_worker(self, request: Request) -> None:
-        loads = self._roster.loads
+    def _to_worker(self, generation: Generation) -> None:
+        loads = self._peers.loads
         if not loads:
             return  # placed when a worker gets ready, or failed by `tick`
-        rank, overloaded = choose_rank(self._settings.routing, request.affinity, loads)
+        rank, overloaded = choose_rank(self._settings.routing, generation.message.affinity, loads)
         if overloaded:
             self._metrics.affinity_passed_over.add()
-        request.rank = rank
-        loads[rank] += request.open_choices
-        name = self._roster.names[rank]
+        generation.rank = rank
+        loads[rank] += generation.open_choices
+        name = self._peers.names[rank]
         self._metrics.choices_at(name, loads[rank])
-        for index, choice in enumerate(request.choices):
+        for index, choice in enumerate(generation.choices):
             if not choice.done:
-                self._send(name, request.start(index), request.tokens_so_far(index))
+                self._send(name, generation.start(index), generation.tokens_so_far(index))
                 if choice.paused:
-                    self._send(name, Throttle(request.request_id, index, True))
+                    self._send(name, Throttle(generation.request_id, index, True))
 
-    def _choice_done(self, request: Request, index: int) -> None:
-        choice = request.choices[index]
+    def _choice_done(self, generation: Generation, index: int) -> None:
+        choice = generation.choices[index]
         if not choice.done:
             choice.done = True
-            if request.rank in self._roster.loads:
-                self._roster.loads[request.rank] -= 1
+            if generation.rank in self._peers.loads:
+                self._peers.loads[generation.rank] -= 1
 
-    def _close_if_done(self, request: Request, now: float) -> None:
-        if request.open_choices or request.request_id not in self._requests:
+    def _close_if_done(self, generation: Generation, now: float) -> None:
+        if generation.open_choices or generation.request_id not in self._generations:
             return
-        stages = request.stage_times(finished=now)
-        self._send(request.frontend, Finished(request.request_id, stages, request.rank))
-        self._close(request)
+        stages = generation.stage_times(finished=now)
+        self._send(generation.frontend, Finished(generation.request_id, stages, generation.rank))
+        self._close(generation)
 
-    def _cancel_all(self, request: Request, cause: CancelCause) -> None:
-        if request.rank != NO_RANK:
+    def _cancel_all(self, generation: Generation, cause: CancelCause) -> None:
+        if generation.rank != NO_RANK:
             self._send(
-                self._roster.names[request.rank],
-                Cancel(request.request_id, ALL_CHOICES, cause),
+                self._peers.names[generation.rank],
+                Cancel(generation.request_id, ALL_CHOICES, cause),
             )
-        self._close(request)
+        self._close(generation)
 
     def _fail(
-        self, request: Request, status: int, code: str, message: str, param: str | None = None
+        self, generation: Generation, status: int, code: str, message: str, param: str | None = None
     ) -> None:
         retry_after = self._settings.retry_after_seconds if status in (429, 503) else None
         self._send(
-            request.frontend,
-            RequestFailed(request.request_id, status, code, message, param, retry_after),
+            generation.frontend,
+            RequestFailed(generation.request_id, status, code, message, param, retry_after),
         )
-        self._cancel_all(request, "failed")
+        self._cancel_all(generation, "failed")
 
-    def _close(self, request: Request) -> None:
-        """Forget a request; what it occupied is free again."""
-        if request.tokenizer is not None and request.tokenizer in self._roster.tokenizers:
-            self._roster.tokenizers[request.tokenizer] -= 1
-        for index in range(len(request.choices)):
-            self._choice_done(request, index)
-        self._admission.count(request, prompts=-1, waiting=-request.is_waiting)
-        request.stage = "finished"
-        del self._requests[request.request_id]
+    def _close(self, generation: Generation) -> None:
+        if generation.tokenizer is not None and generation.tokenizer in self._peers.tokenizers:
+            self._peers.tokenizers[generation.tokenizer] -= 1
+        for index in range(len(generation.choices)):
+            self._choice_done(generation, index)
+        self._admission.count(generation, prompts=-1, waiting=-generation.is_waiting)
+        generation.stage = "finished"
+        del self._generations[generation.request_id]
 
     # ---- plumbing ------------------------------------------------------------------------------------------
 
-    def _in_stage(self, stage: Stage) -> list[Request]:
-        return [request for request in self._requests.values() if request.stage == stage]
+    def _in_stage(self, stage: Stage) -> list[Generation]:
+        return [
+            generation for generation in self._generations.values() if generation.stage == stage
+        ]
 
     def _send(self, peer: ProcessName, message: Message, *frames: Payload) -> None:
         self._out.append(Outgoing(peer, message, frames))
@@ -436,14 +400,14 @@ class RouterCore:
         Raises:
             AssertionError: they disagree.
         """
-        for rank, load in self._roster.loads.items():
-            wanted = sum(r.open_choices for r in self._requests.values() if r.rank == rank)
+        for rank, load in self._peers.loads.items():
+            wanted = sum(g.open_choices for g in self._generations.values() if g.rank == rank)
             if load != wanted:
                 raise AssertionError(f"rank {rank} counts {load} choices, has {wanted}")
-        for name, load in self._roster.tokenizers.items():
-            wanted = sum(r.tokenizer == name for r in self._requests.values())
+        for name, load in self._peers.tokenizers.items():
+            wanted = sum(g.tokenizer == name for g in self._generations.values())
             if load != wanted:
                 raise AssertionError(f"{name} counts {load} prompts, has {wanted}")
-        waiting = {r.call for r in self._requests.values() if r.is_waiting}
+        waiting = {g.call for g in self._generations.values() if g.is_waiting}
         if self.num_waiting != len(waiting):
             raise AssertionError(f"{self.num_waiting} requests wait, should be {len(waiting)}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter as CountOf
 from collections.abc import Iterable, Mapping
 
-from daemon.router.request import Request, Stage
+from daemon.router.generation import Generation, Stage
 from transport.ids import ProcessName
+from transport.telemetry import catalog
 from transport.telemetry.metrics import Counter, MetricSet, QueueGauge
 
 STAGES: tuple[Stage, ...] = ("received", "tokenizing", "queued", "running")
@@ -18,24 +19,22 @@ class RouterMetrics:
     def __init__(self, metrics: MetricSet, max_waiting: int) -> None:
         self._metrics = metrics
         self._outstanding: dict[tuple[str, ProcessName], QueueGauge] = {}
-        self._stages = {stage: metrics.gauge("router_requests", stage) for stage in STAGES}
+        self._stages = {stage: metrics.gauge(catalog.ROUTER_REQUESTS, stage) for stage in STAGES}
         self.waiting = metrics.queue("waiting requests", max_waiting)
-        self.queue_seconds = metrics.histogram("queue_time_seconds")
-        self.render_seconds = metrics.histogram("tokenizer_render_seconds")
-        self.encode_seconds = metrics.histogram("tokenizer_encode_seconds")
-        self.migrations = metrics.counter("request_migrations")
-        self.affinity_passed_over = metrics.counter("routing_affinity_passed_over")
+        self.queue_seconds = metrics.histogram(catalog.QUEUE_TIME_SECONDS)
+        self.render_seconds = metrics.histogram(catalog.TOKENIZER_RENDER_SECONDS)
+        self.encode_seconds = metrics.histogram(catalog.TOKENIZER_ENCODE_SECONDS)
+        self.migrations = metrics.counter(catalog.REQUEST_MIGRATIONS)
+        self.affinity_passed_over = metrics.counter(catalog.ROUTING_AFFINITY_PASSED_OVER)
 
     def rejections(self, reason: str) -> Counter:
         """Requests refused at admission; `reason` is one of the router's own few codes."""
-        return self._metrics.counter("admission_rejections", reason)
+        return self._metrics.counter(catalog.ADMISSION_REJECTIONS, reason)
 
     def prompts_at(self, tokenizer: ProcessName, count: int) -> None:
-        """A tokenizer has been given so many prompts that it has not answered."""
         self._set_outstanding("prompts", tokenizer, count)
 
     def choices_at(self, worker: ProcessName, count: int) -> None:
-        """A worker has been given so many choices that it has not finished."""
         self._set_outstanding("choices", worker, count)
 
     def update_outstanding(
@@ -54,7 +53,7 @@ class RouterMetrics:
             self._outstanding[what, peer] = gauge
         gauge.set(count)
 
-    def update(self, requests: Iterable[Request]) -> None:
-        counts = CountOf(request.stage for request in requests)
+    def update(self, generations: Iterable[Generation]) -> None:
+        counts = CountOf(generation.stage for generation in generations)
         for stage, gauge in self._stages.items():
             gauge.set(counts[stage])

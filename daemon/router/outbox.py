@@ -27,7 +27,7 @@ class Outgoing:
     peer: ProcessName
     message: Message | None
     frames: tuple[Payload, ...] = ()
-    forward: Received | None = None
+    forward: Received[Message] | None = None
 
     @property
     def header(self) -> Message:
@@ -37,17 +37,15 @@ class Outgoing:
         return self.message
 
 
-Fate = Literal["sent", "kept", "lost"]
+SendResult = Literal["sent", "kept", "lost"]
 
 
 class SendingSocket(Protocol):
     """The part of `RouterSocket` that is needed."""
 
-    def send(self, peer: ProcessName, message: Message, *frames: Payload) -> bool:
-        """Send to a peer; False if it is not connected or does not read."""
-        ...
+    def send(self, peer: ProcessName, message: Message, *frames: Payload) -> bool: ...
 
-    def forward(self, peer: ProcessName, received: Received) -> bool: ...
+    def forward(self, peer: ProcessName, received: Received[Message]) -> bool: ...
 
 
 class Outbox:
@@ -61,7 +59,7 @@ class Outbox:
     def num_kept(self) -> int:
         return sum(len(items) for peer in self._kept.values() for items in peer.values())
 
-    def send(self, item: Outgoing) -> Fate:
+    def send(self, item: Outgoing) -> SendResult:
         """Send or keep; what is `lost` is a `TokenBatch`."""
         has_room = item.peer not in self._kept
         if has_room and self._sent(item):

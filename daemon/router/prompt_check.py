@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import msgspec
-import numpy as np
-import numpy.typing as npt
+from msgspec.structs import replace
 
-from transport.messages.generate import ModelInfo, PromptKind, SamplingParams
+from transport.framing import TokenArray
+from transport.messages.generate import ModelInfo, PromptKind
+from transport.messages.to_router import Submit
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,7 @@ def longest(model: ModelInfo) -> int:
     return min(model.max_model_len, model.pool_tokens)
 
 
-def find_problem(
-    kind: PromptKind, prompt: npt.NDArray[np.int32], model: ModelInfo
-) -> PromptProblem | None:
-    """What is wrong with a prompt, or None."""
+def find_problem(kind: PromptKind, prompt: TokenArray, model: ModelInfo) -> PromptProblem | None:
     param = "messages" if kind == "chat" else "prompt"
     if not len(prompt):
         return PromptProblem("empty_prompt", "The prompt has no tokens.", param)
@@ -44,9 +41,9 @@ def find_problem(
     return None
 
 
-def fit(sampling: SamplingParams, prompt_len: int, model: ModelInfo) -> SamplingParams:
+def fit(message: Submit, prompt_len: int, model: ModelInfo) -> Submit:
     """The same with an output limit that fits behind the prompt."""
+    generate, sampling = message.generate, message.generate.sampling
     limit = min(sampling.max_tokens, longest(model) - prompt_len)
-    return msgspec.structs.replace(
-        sampling, max_tokens=limit, min_tokens=min(sampling.min_tokens, limit)
-    )
+    sampling = replace(sampling, max_tokens=limit, min_tokens=min(sampling.min_tokens, limit))
+    return replace(message, generate=replace(generate, sampling=sampling))

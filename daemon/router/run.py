@@ -7,6 +7,8 @@ import logging
 import queue
 import sys
 import time
+from contextlib import closing
+from typing import assert_never
 
 import zmq
 
@@ -15,18 +17,22 @@ from daemon.router.metrics import RouterMetrics
 from daemon.router.outbox import Outbox, Outgoing
 from daemon.router.settings import RouterSettings
 from daemon.router.tap import Tap
-from transport.child import StopFlag, enter_process
-from transport.framing import BadMessage
+from transport.child import StopFlag
 from transport.ids import ProcessName
-from transport.links.daemon import DaemonLink, LinkError, exit_code_of
-from transport.messages.base import PROTOCOL_VERSION, Hello, Refused, Welcome
-from transport.messages.control import Drain, PeerLost
+from transport.links.daemon import DaemonLink
+from transport.messages.base import Hello, Refused, Welcome
+from transport.messages.from_daemon import ROUTER_NOTICES, Drain, PeerLost, RouterNotice
 from transport.messages.generate import Cancel, Encode, Encoded, RequestFailed, Throttle, TokenBatch
-from transport.messages.telemetry import RequestRow
-from transport.messages.to_router import SequenceFailed, Submit, WorkerReady
-from transport.sockets import CountingSocket, Endpoints, Received, RouterSocket
-from transport.telemetry.metrics import MetricSet
-from transport.telemetry.values import SocketStats
+from transport.messages.to_router import (
+    TO_ROUTER,
+    RouterWork,
+    SequenceFailed,
+    Submit,
+    ToRouter,
+    WorkerReady,
+)
+from transport.process import Process, run_process
+from transport.sockets import Received, RouterSocket
 
 TICK_SECONDS = 0.25
 MAX_NOTICES = 1000
@@ -40,9 +46,9 @@ class Router:
     def __init__(
         self,
         settings: RouterSettings,
-        socket: RouterSocket,
+        socket: RouterSocket[ToRouter],
         core: RouterCore,
-        link: DaemonLink,
+        link: DaemonLink[RouterNotice],
         tap: Tap,
     ) -> None:
         self._settings = settings
@@ -53,7 +59,7 @@ class Router:
         self._link = link
         self._pids: dict[ProcessName, int] = {}
 
-    def run(self, stop: StopFlag, notices: queue.Queue[Received]) -> None:
+    def run(self, stop: StopFlag, notices: queue.Queue[RouterNotice]) -> None:
         """Route until `stop` is set. `notices` holds what the daemon said."""
         poller = zmq.Poller()
         poller.register(self._socket.socket, zmq.POLLIN)
@@ -65,7 +71,7 @@ class Router:
             self._take_notices(notices)
             if self._tap.socket in events:
                 self._tap.listen()
-            self._drain_socket()
+            self._socket.receive(self._receive)
             now = time.monotonic()
             if now >= next_tick:
                 next_tick = now + TICK_SECONDS
@@ -75,24 +81,20 @@ class Router:
                 self._core.check_integrity()
             self._link.tick()
 
-    def _drain_socket(self) -> None:
-        try:
-            for received in self._socket.drain():
-                if self._tap.is_open:
-                    self._tap.saw_incoming(received)
-                self._send_all(self._handle(received, time.monotonic()))
-        except BadMessage:
-            log.exception("dropped a message that cannot be decoded")
+    def _receive(self, received: Received[ToRouter]) -> None:
+        if self._tap.is_open:
+            self._tap.saw_incoming(received)
+        self._send_all(self._handle(received, time.monotonic()))
 
-    def _take_notices(self, notices: queue.Queue[Received]) -> None:
+    def _take_notices(self, notices: queue.Queue[RouterNotice]) -> None:
         while not notices.empty():
-            match notices.get_nowait().message:
+            match notices.get_nowait():
                 case PeerLost(name, comes_back, pid):
                     self._lost(name, comes_back, pid)
                 case Drain():
                     self._core.drain()
-                case _:
-                    pass
+                case other:
+                    assert_never(other)
 
     def _lost(self, name: ProcessName, comes_back: bool, pid: int) -> None:
         if pid and self._pids.get(name, pid) != pid:
@@ -102,7 +104,7 @@ class Router:
         self._outbox.forget(name)
         self._send_all(self._core.peer_lost(name, time.monotonic(), comes_back))
 
-    def _handle(self, received: Received, now: float) -> list[Outgoing]:
+    def _handle(self, received: Received[ToRouter], now: float) -> list[Outgoing]:
         peer, frames = received.peer, received.frames
         match received.message:
             case Hello() as hello:
@@ -113,24 +115,24 @@ class Router:
             case Submit() | Encode() | Encoded() | TokenBatch() if not frames:
                 log.error("dropped a message of %s that lacks its payload", peer)
                 return []
-            case _:
-                return self._dispatch(received, now)
+            case message:
+                return self._dispatch(peer, message, received, now)
 
-    def _dispatch(self, received: Received, now: float) -> list[Outgoing]:
-        peer, frames = received.peer, received.frames
-        match received.message:
+    def _dispatch(
+        self, peer: ProcessName, message: RouterWork, received: Received[ToRouter], now: float
+    ) -> list[Outgoing]:
+        frames = received.frames
+        match message:
             case TokenBatch() as batch:
                 return self._core.tokens(peer, batch, received, now)
-            case Submit() as submit:
-                return self._core.submit(peer, submit, frames[0], now)
+            case Submit() | Encode() as prompt:
+                return self._core.submit(peer, prompt, frames[0], now)
             case Encoded() as encoded:
                 return self._core.encoded(peer, encoded, frames[0], now)
             case Cancel() as cancel:
                 return self._core.cancel(cancel, now)
             case Throttle() as throttle:
                 return self._core.throttle(throttle)
-            case Encode() as encode:
-                return self._core.encode(peer, encode, frames[0], now)
             case RequestFailed() as failed:
                 return self._core.encoding_failed(peer, failed)
             case SequenceFailed() as failed:
@@ -139,16 +141,13 @@ class Router:
                 log.info("rank %d is ready", ready.rank)
                 return self._core.worker_ready(peer, ready)
             case other:
-                log.warning("%s sent a %s, which is not for a router", peer, type(other).__name__)
-                return []
+                assert_never(other)
 
     def _greet(self, peer: ProcessName, hello: Hello, now: float) -> list[Outgoing]:
-        process = self._settings.process
-        if hello.version != PROTOCOL_VERSION:
-            reason = f"it speaks protocol {hello.version}, the router speaks {PROTOCOL_VERSION}"
-            return [Outgoing(peer, Refused(reason))]
-        if hello.config_hash != process.config_hash:
-            return [Outgoing(peer, Refused("it was started with another configuration"))]
+        problem = hello.problem("router", self._settings.process.config_hash)
+        if problem is not None:
+            log.error("refused %s: %s", peer, problem)
+            return [Outgoing(peer, Refused(problem))]
         out: list[Outgoing] = []
         if self._pids.get(peer, hello.pid) != hello.pid:
             # Its predecessor, if the daemon has not said so.
@@ -180,46 +179,23 @@ class Router:
         self._tap.saw_outgoing(item.peer, item.header, frames)
 
 
-class _Telemetry:
-    """The router's part of its snapshots."""
-
-    def __init__(self, sockets: tuple[CountingSocket, ...], core: RouterCore) -> None:
-        self._sockets = sockets
-        self._core = core
-
-    def socket_stats(self) -> list[SocketStats]:
-        """Traffic of the one socket that all share, and of the tap."""
-        return [socket.stats() for socket in self._sockets]
-
-    def request_rows(self) -> list[RequestRow]:
-        return self._core.rows()
-
-
 def main() -> int:
-    settings, stop = enter_process(RouterSettings)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    metrics = MetricSet()
-    core = RouterCore(settings, RouterMetrics(metrics, settings.max_waiting))
-    endpoints = Endpoints(settings.process.run_dir)
-    socket = RouterSocket(context, endpoints.router)
-    tap = Tap(context, endpoints.tap)
-    notices: queue.Queue[Received] = queue.Queue(MAX_NOTICES)
-    link = DaemonLink(
-        context, settings.process, metrics, _Telemetry((socket, tap), core), notices.put_nowait
-    )
-    try:
-        link.start()
+    return run_process(RouterSettings, ROUTER_NOTICES, _serve)
+
+
+def _serve(process: Process[RouterSettings, RouterNotice]) -> None:
+    settings, daemon = process.settings, process.daemon
+    core = RouterCore(settings, RouterMetrics(process.metrics, settings.max_waiting))
+    notices: queue.Queue[RouterNotice] = queue.Queue(MAX_NOTICES)
+    with (
+        closing(RouterSocket(process.context, process.endpoints.router, TO_ROUTER)) as socket,
+        closing(Tap(process.context, process.endpoints.tap)) as tap,
+    ):
+        daemon.watch(socket, tap, request_rows=core.rows)
+        daemon.start(lambda notice, frames: notices.put_nowait(notice))
         gc.freeze()
-        link.set_state("ready")
-        Router(settings, socket, core, link, tap).run(stop, notices)
-        return 0
-    except LinkError as error:
-        return exit_code_of(error)
-    finally:
-        link.close()
-        tap.close()
-        socket.close()
-        context.term()
+        daemon.set_state("ready")
+        Router(settings, socket, core, daemon, tap).run(process.stop, notices)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ class Tap(CountingSocket):
         """Close; what tappers have not read is lost. Idempotent."""
         self.socket.close(linger=0)
 
-    def saw_incoming(self, received: Received) -> None:
+    def saw_incoming(self, received: Received[Message]) -> None:
         message, frames = received.message, received.frames
         self._publish(received.peer, ROUTER_NAME, message, received.header, frames)
 

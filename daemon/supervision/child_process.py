@@ -88,7 +88,6 @@ class ChildProcess:
             self._popen.stdin.flush()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal; does nothing if the child has ended."""
         self._popen.send_signal(number)
 
     def reap(self) -> int | None:
@@ -112,7 +111,6 @@ def _advice(error: OSError) -> str:
 
 
 def describe_exit(code: int) -> str:
-    """Words for an exit code: `exit code 1`, `signal SIGKILL`."""
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -25,7 +25,8 @@ than the default, one or two that are late are no sign of anything."""
 LOADING_SECONDS: Final = 30.0
 """Silence after which a process that has not served yet is hung, unless `--hang-seconds` is longer."""
 UNHEARD_SECONDS: Final = 60.0
-"""The same before it has said hello: it may be reading libraries from a slow disk."""
+"""Silence after which a process that has not said hello is hung: it may be reading libraries from a slow
+disk."""
 ASLEEP_SECONDS: Final = 1.0
 """The daemon looks every half second at least; a longer gap means that it was stopped itself, as on a
 machine that stood still, and that it cannot know what the others did meanwhile."""
@@ -58,7 +59,7 @@ class HangWatch:
         self._looked_at: float | None = None
 
     def look(self, children: Iterable[Child], now: float) -> list[Hung]:
-        """Update `Child.silent` of all that have served; returns those that have to go."""
+        """Update `Child.silent` of all that have served; returns those to be killed."""
         children = [child for child in children if child.alive]
         gap = 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
@@ -71,7 +72,7 @@ class HangWatch:
         return [hung for child in children if (hung := self._judge(child, now)) is not None]
 
     def next_silence(self, children: Iterable[Child]) -> float | None:
-        """When the next one that is ready will be silent, unless it is heard of before."""
+        """When the next ready child will count as silent unless it is heard of before."""
         times = [child.snapshot_at + self._silent_seconds for child in children if child.ready]
         return min(times, default=None)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from daemon.supervision.supervisor import Child
 from transport.ids import ProcessName
-from transport.messages.control import InstanceState
+from transport.messages.from_daemon import InstanceState
 from transport.telemetry.values import SocketStats
 
 

@@ -18,7 +18,7 @@ class RestartPolicy:
     """Exponential back-off for one child that ends before it has served for a while, or at all."""
 
     deaths: int = 0
-    """In a row without having been healthy."""
+    """Deaths in a row without having been healthy in between."""
 
     def died(self, served_seconds: float) -> float:
         """Take note of a death; returns the seconds to wait before the next start.
@@ -35,5 +35,4 @@ class RestartPolicy:
 
     @property
     def looping_at_start(self) -> bool:
-        """Whether a start should be given up because of this child."""
         return self.deaths >= DEATHS_AT_START

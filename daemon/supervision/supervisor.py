@@ -36,7 +36,7 @@ class Child:
     detail: str = ""
     snapshot: Snapshot | None = None
     last_snapshot: Snapshot | None = None
-    """As `snapshot`, but outlives the process: what it had counted must not be lost."""
+    """Outlives the process, because what it had counted must not be lost."""
     started_at: float = 0.0
     """When its process was started."""
     snapshot_at: float = 0.0
@@ -65,7 +65,6 @@ class Child:
 
     @property
     def served_seconds(self) -> float:
-        """From its first being ready to the last sign of progress."""
         return 0.0 if self.served_from is None else self.progress_at - self.served_from
 
     @property
@@ -74,7 +73,6 @@ class Child:
 
     @property
     def is_given_up(self) -> bool:
-        """Whether there is no process and no other is started."""
         return bool(self.fatal) and not self.alive
 
     @property
@@ -116,7 +114,6 @@ class Supervisor:
         self._record()
 
     def pidfds(self) -> dict[int, Child]:
-        """A descriptor per living child that becomes readable when it ends."""
         return {
             child.process.pidfd: child
             for child in self.children.values()
@@ -124,8 +121,8 @@ class Supervisor:
         }
 
     def collect_deaths(self, now: float, give_up_on_loops: bool) -> list[Death]:
-        """Reap what has ended and plan its restart. `give_up_on_loops`: a child that keeps dying is
-        hopeless (while the instance starts)."""
+        """Reap what has ended and plan its restart. With `give_up_on_loops`, meant for the start, a
+        child that keeps dying is hopeless."""
         deaths = []
         for child in self.children.values():
             process = child.process
@@ -154,7 +151,6 @@ class Supervisor:
         return deaths
 
     def restart_due(self, now: float) -> None:
-        """Start what has waited long enough."""
         started = False
         for child in self.children.values():
             if child.restart_at is not None and child.restart_at <= now and not self._stopping:
@@ -169,7 +165,8 @@ class Supervisor:
         return min(times, default=None)
 
     def terminate(self, role: str | None = None) -> None:
-        """Ask all children, or those of one role, to end; none is started again from now on."""
+        """Send SIGTERM to all children, or to those of one role. None is started again from now
+        on."""
         self._stopping = True
         for child in self.children.values():
             child.restart_at = None
@@ -186,7 +183,6 @@ class Supervisor:
                 child.process.signal(signal.SIGKILL)
 
     def wait_until_gone(self, seconds: float) -> bool:
-        """Wait until all children have ended, at most `seconds`; whether they have."""
         deadline = time.monotonic() + seconds
         poller = select.poll()
         for pidfd, child in self.pidfds().items():
@@ -199,7 +195,6 @@ class Supervisor:
         return self.num_alive == 0
 
     def kill_hung(self, child: Child, reason: str) -> None:
-        """End a process that hangs; its death is then handled like any other."""
         if child.process is not None and not child.is_killed:
             child.is_killed = True
             log.error("%s hangs (%s): it is killed", child.name, reason)
@@ -207,7 +202,6 @@ class Supervisor:
 
     @property
     def num_alive(self) -> int:
-        """Children not yet reaped."""
         return sum(child.alive for child in self.children.values())
 
     def by_role(self, role: str) -> list[Child]:

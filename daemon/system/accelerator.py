@@ -35,7 +35,6 @@ def nvidia_devices(
 
 
 def detect_accelerator() -> Accelerator:
-    """`nvidia` if a GPU is usable, else `cpu`."""
     return "nvidia" if nvidia_devices() else "cpu"
 
 

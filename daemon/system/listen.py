@@ -67,7 +67,6 @@ def _bind_error(host: str, port: int, error: OSError) -> DeepInferError:
 
 
 def base_url(host: str, port: int) -> str:
-    """URL at which a client on this machine reaches the port."""
     bare = host.strip("[]")
     if bare in ("0.0.0.0", "::"):
         bare = "127.0.0.1"

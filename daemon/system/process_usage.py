@@ -37,7 +37,6 @@ class ProcessUsage:
         self._samples: dict[int, _Sample] = {}
 
     def read(self, pid: int) -> Usage | None:
-        """What the process uses now; None if it is gone."""
         sample = self._samples.get(pid)
         try:
             process = psutil.Process(pid) if sample is None else sample.process

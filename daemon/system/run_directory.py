@@ -24,18 +24,17 @@ from typing import Final
 import psutil
 
 from daemon.errors import ConfigurationError, DeepInferError
-from transport.sockets import Endpoints
+from transport.sockets import SOCKET_FILES, Endpoints
 
 SYSTEM_DIRECTORY: Final = Path("/run/deepinfer")
-"""Of root's instances and of systemd's."""
+"""Where the instances of root and of systemd have their run directories."""
 LOCK_FILE: Final = "lock"
 PID_FILE: Final = "daemon.pid"
 CHILDREN_FILE: Final = "children.json"
 NAME_FILE: Final = "instance"
 LOG_FILE: Final = "deepinfer.log"
 OWN_FILES: Final = (
-    "router.sock", "control.sock", "telemetry.sock", "tap.sock", CHILDREN_FILE,
-    f"{CHILDREN_FILE}.new", PID_FILE, NAME_FILE, LOG_FILE,
+    *SOCKET_FILES, CHILDREN_FILE, f"{CHILDREN_FILE}.new", PID_FILE, NAME_FILE, LOG_FILE,
 )  # fmt: skip
 _NOTIFY_FILE: Final = re.compile(r"n(\d+)\.sock")
 _LEFTOVER_SECONDS: Final = 10.0
@@ -103,7 +102,7 @@ def running_pid(path: Path) -> int | None:
 
 
 def _read_pid(path: Path) -> int:
-    """0 while the daemon has locked the directory but not yet written its pid."""
+    """0 while the daemon has locked the directory but not written its pid yet."""
     try:
         return int((path / PID_FILE).read_text())
     except (OSError, ValueError):
@@ -183,7 +182,8 @@ class RunDirectory:
         return directory
 
     def record_children(self, pids: list[int]) -> None:
-        """Remember the children, so that the next daemon can wait for them if this one is killed."""
+        """Write the children down, so that the next daemon can wait for them if this one is
+        killed."""
         rows = []
         for pid in pids:
             with contextlib.suppress(psutil.Error):
@@ -262,12 +262,10 @@ def not_running(path: Path, instance: str) -> str:
 
 
 def _is_default(path: Path, instance: str) -> bool:
-    """Whether commands find this run directory by the instance's name alone."""
     return path in (_default_directory(instance), SYSTEM_DIRECTORY / instance)
 
 
 def _target_options(path: Path, instance: str) -> str:
-    """The options with which another command means the same instance."""
     if _is_default(path, instance):
         return f"--instance {instance}"
     name = "" if instance == "default" else f"--instance {instance} "
@@ -275,7 +273,7 @@ def _target_options(path: Path, instance: str) -> str:
 
 
 def _end_leftover_children(path: Path) -> None:
-    """Wait for the children of a killed daemon; the kernel is about to end them. Then insist."""
+    """End the children of a killed daemon, which the kernel is about to end anyway."""
     try:
         rows = json.loads((path / CHILDREN_FILE).read_text())
     except (OSError, ValueError):
@@ -289,7 +287,7 @@ def _end_leftover_children(path: Path) -> None:
             continue
         try:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            if not _exited(pidfd, _LEFTOVER_SECONDS):
+            if not has_ended(pidfd, _LEFTOVER_SECONDS):
                 raise DeepInferError(
                     f"Process {pid}, left over from a killed daemon, does not end: "
                     "wait for it or restart the machine."
@@ -300,7 +298,7 @@ def _end_leftover_children(path: Path) -> None:
             os.close(pidfd)
 
 
-def _exited(pidfd: int, seconds: float) -> bool:
+def has_ended(pidfd: int, seconds: float) -> bool:
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
     return bool(poller.poll(seconds * 1000))

@@ -22,7 +22,7 @@ class ServiceManager:
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._socket: socket.socket | None = None
         self._unsent: dict[str, str] = {}
-        """By the name before the equals sign, in the order in which it was said."""
+        """Keyed by the name before the equals sign, oldest first."""
         if address:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
 
@@ -39,11 +39,10 @@ class ServiceManager:
         self._tell("WATCHDOG=1")
 
     def extend_timeout(self, seconds: float) -> None:
-        """The running start or stop takes that much longer from now on."""
+        """Ask for that much more time for the running start or stop, from now on."""
         self._tell(f"EXTEND_TIMEOUT_USEC={round(seconds * 1_000_000)}")
 
     def deliver(self) -> None:
-        """Send what has not been sent yet, as far as there is room now."""
         if self._socket is None:
             self._unsent.clear()
         while self._socket is not None and self._unsent:
@@ -71,7 +70,7 @@ class ServiceManager:
 
 
 def watchdog_seconds() -> float | None:
-    """The interval within which systemd expects a sign of life, if it expects any."""
+    """Interval within which systemd expects a sign of life; None: it expects none."""
     microseconds = os.environ.get("WATCHDOG_USEC", "")
     meant_for = os.environ.get("WATCHDOG_PID", str(os.getpid()))
     if not microseconds.isdigit() or meant_for != str(os.getpid()):

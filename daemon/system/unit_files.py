@@ -74,7 +74,6 @@ class UnitFile:
 
 
 def unit_files(root: Path, prefix: Path, executable: str) -> list[UnitFile]:
-    """All files, for an installation of which `executable` is the command."""
     source = importlib.resources.files("daemon").joinpath("systemd_files")
 
     def text(*names: str) -> str:
@@ -95,7 +94,6 @@ def unit_files(root: Path, prefix: Path, executable: str) -> list[UnitFile]:
 
 
 def under(root: Path, path: Path) -> Path:
-    """`path` of a system whose root directory is `root`."""
     return root / path.relative_to(path.anchor)
 
 
@@ -146,7 +144,6 @@ def closed_directory(executable: str) -> Path | None:
 
 
 def cannot_write(path: Path, error: OSError) -> DeepInferError:
-    """The sentence for a file that cannot be written or removed."""
     reason = (error.strerror or str(error)).lower()
     return DeepInferError(
         f"{path} cannot be changed ({reason}): run this as root, or give a directory with --root."

@@ -1,30 +1,26 @@
-"""`/v1/chat/completions` and `/v1/completions`."""
+"""The endpoints that generate."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import Counter
 
 from starlette.types import Receive, Scope, Send
 
-from frontend.api.replies import StreamedReply, WholeReply
-from frontend.api.reply_format import ChatFormat, CompletionFormat, ReplyFormat, ReplyHead
+from frontend.api.answers import CollectedAnswer, StreamedAnswer
+from frontend.api.dialect import AnswerHead, AnswerWriter, Dialect
 from frontend.errors import ApiError
 from frontend.generation.job import Job
+from frontend.generation.request import ModelLimits
+from frontend.http.access_log import span
 from frontend.http.body_limits import read_body
-from frontend.http.call import call_of
+from frontend.http.call import Call, call_of
 from frontend.http.disconnect import DisconnectWatch
-from frontend.http.json_body import JsonObject, parse_json_object
-from frontend.http.protocol import ABORT
 from frontend.http.reply import send_bytes
 from frontend.http.stream_buffer import StreamBuffer
-from frontend.request_schema.chat import read_chat
-from frontend.request_schema.completions import read_completion
-from frontend.request_schema.limits import ModelLimits
-from frontend.request_schema.prompts import GenerationRequest
 from frontend.services import OpenStream, Services
+from transport.messages.generate import StageTimes
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -33,10 +29,10 @@ STREAM_HEADERS = [
 ]
 
 
-async def read_object(
+async def receive_body(
     scope: Scope, receive: Receive, services: Services
-) -> tuple[JsonObject, ModelLimits]:
-    """The body of a request, once it is clear that requests are taken.
+) -> tuple[bytes, ModelLimits]:
+    """Reads nothing unless requests are let in.
 
     Raises:
         ApiError: 503 (not ready), or what is wrong with the body.
@@ -46,115 +42,106 @@ async def read_object(
     services.gate.admit()
     body = await read_body(call.headers, receive, services.body_limits)
     call.is_body_read = True
-    return parse_json_object(body), services.gate.admit()
+    return body, services.gate.admit()
 
 
-class _GenerateEndpoint(ABC):
-    def __init__(
-        self,
-        services: Services,
-        id_prefix: str,
-        read: Callable[[JsonObject, ModelLimits], GenerationRequest],
-    ) -> None:
+class GenerateEndpoint:
+    """One generating API."""
+
+    def __init__(self, services: Services, dialect: Dialect) -> None:
         self._services = services
-        self._id_prefix = id_prefix
-        self._read = read
-
-    @abstractmethod
-    def _format(self, head: ReplyHead, request: GenerationRequest) -> ReplyFormat: ...
+        self._dialect = dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        services = self._services
-        body, limits = await read_object(scope, receive, services)
-        request = self._read(body, limits)
+        services, dialect = self._services, self._dialect
+        body, limits = await receive_body(scope, receive, services)
+        request = dialect.read(body, limits)
         call = call_of(scope)
-        head = ReplyHead(self._id_prefix + call.id, int(time.time()), limits.model_name)
-        reply_format = self._format(head, request)
+        head = AnswerHead(dialect.id_prefix + call.id, int(time.time()), limits.model_name)
         job = services.new_job(call, request)
+        writer = dialect.writer(head, request, services.texts, job.usage)
+        stages = StageTimes()
         try:
-            if request.common.stream:
-                await self._stream(scope, receive, send, job, reply_format)
+            if request.stream:
+                await self._stream(call, receive, send, job, writer)
             else:
-                await self._answer(receive, send, job, reply_format)
-            call.stages = await job.wait_closed()
+                await _answer(receive, send, job, writer)
+            stages = await job.wait_closed()
         except ApiError:
             job.give_up()
             raise
         finally:
             services.close_job(job)
-
-    async def _answer(
-        self, receive: Receive, send: Send, job: Job, reply_format: ReplyFormat
-    ) -> None:
-        reply = WholeReply(job, reply_format)
-        job.start(reply)
-        async with DisconnectWatch(receive, reply.leave):
-            body = await reply.result()
-        if body:
-            await send_bytes(send, 200, body)
+            call.work = _describe(job, stages)
 
     async def _stream(
-        self, scope: Scope, receive: Receive, send: Send, job: Job, reply_format: ReplyFormat
+        self, call: Call, receive: Receive, send: Send, job: Job, writer: AnswerWriter
     ) -> None:
         buffer = StreamBuffer(
             self._services.settings.stream_high_water_bytes,
             job.throttle,
             asyncio.get_running_loop().time(),
         )
-        reply = StreamedReply(job, reply_format, buffer)
-        job.start(reply)
-        abort = scope.get("extensions", {}).get(ABORT, reply.leave)
-        stream = OpenStream(job, buffer, abort)
+        answer = StreamedAnswer(job.choice_count, writer, buffer)
+        job.start(answer)
+
+        def leave() -> None:
+            job.cancel("client")
+            buffer.end()
+
+        stream = OpenStream(job, buffer, call.abort)
         self._services.streams.add(stream)
         try:
-            async with DisconnectWatch(receive, reply.leave):
-                await self._send_events(send, reply, buffer)
+            async with DisconnectWatch(receive, leave):
+                await _send_events(send, answer, buffer)
         finally:
             self._services.streams.discard(stream)
 
-    async def _send_events(self, send: Send, reply: StreamedReply, buffer: StreamBuffer) -> None:
-        """Headers go out with the first event, so that an early error is a plain answer."""
+
+async def _answer(receive: Receive, send: Send, job: Job, writer: AnswerWriter) -> None:
+    answer = CollectedAnswer(job.choice_count)
+    job.start(answer)
+
+    def leave() -> None:
+        job.cancel("client")
+        answer.leave()
+
+    async with DisconnectWatch(receive, leave):
+        choices = await answer.result()
+    if choices is not None:
+        await send_bytes(send, 200, writer.answer(choices))
+
+
+async def _send_events(send: Send, answer: StreamedAnswer, buffer: StreamBuffer) -> None:
+    """The headers go out with the first event, so that an early error is a plain answer."""
+    data = await buffer.take()
+    if answer.early_error is not None:
+        raise answer.early_error
+    answer.begin()
+    await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
+    while True:
+        is_last = buffer.is_drained
+        await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+        if is_last:
+            return
+        buffer.sent()
         data = await buffer.take()
-        if reply.early_error is not None:
-            raise reply.early_error
-        reply.begin()
-        await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
-        while True:
-            is_last = buffer.is_drained
-            await send({"type": "http.response.body", "body": data, "more_body": not is_last})
-            if is_last:
-                return
-            buffer.sent()
-            data = await buffer.take()
 
 
-class ChatEndpoint(_GenerateEndpoint):
-    """`POST /v1/chat/completions`."""
-
-    def __init__(self, services: Services) -> None:
-        super().__init__(services, "chatcmpl-", read_chat)
-
-    def _format(self, head: ReplyHead, request: GenerationRequest) -> ReplyFormat:
-        common = request.common
-        return ChatFormat(
-            head, self._services.texts, common.include_usage, common.sampling.logprobs >= 0
-        )
-
-
-class CompletionEndpoint(_GenerateEndpoint):
-    """`POST /v1/completions`."""
-
-    def __init__(self, services: Services) -> None:
-        super().__init__(services, "cmpl-", read_completion)
-
-    def _format(self, head: ReplyHead, request: GenerationRequest) -> ReplyFormat:
-        texts, common = self._services.texts, request.common
-        echoes: list[str] = []
-        if request.echo:
-            for prompt in request.prompts:
-                echo = prompt.echo or ""
-                text = echo if isinstance(echo, str) else texts.decode(echo)
-                echoes.extend([text] * common.n)
-        return CompletionFormat(
-            head, texts, common.include_usage, common.sampling.logprobs >= 0, echoes
-        )
+def _describe(job: Job, stages: StageTimes) -> list[str]:
+    """What the access log says of a job that has ended."""
+    usage, reasons = job.usage(), Counter(job.finish_reasons)
+    if reasons.total() > 1:  # how often each: a request may have more than a hundred choices
+        finish = ",".join(f"{reason}:{count}" for reason, count in sorted(reasons.items()))
+    else:
+        finish = "".join(reasons) or job.cancelled or "error"
+    spans = (
+        ("tokenize", stages.tokenizing, stages.queued),
+        ("queue", stages.queued, stages.running),
+        ("first_token", job.received_at, job.first_token_at),
+    )
+    return [
+        f"prompt={usage.prompt} completion={usage.completion} cached={usage.cached}",
+        f"finish={finish}",
+        *(span(name, start, end) for name, start, end in spans if start and end),
+    ]

@@ -1,24 +1,21 @@
-"""One prompt at the router, with its choices; tells a listener what comes."""
+"""One prompt at the router, with its choices."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 from frontend.errors import ApiError
-from frontend.generation.choice_stream import ChoiceStream
-from frontend.generation.logprobs_format import TokenLogprob
+from frontend.generation.choice import Choice
+from frontend.generation.deltas import Delta
+from frontend.generation.request import Prompt
 from frontend.metrics import FrontendMetrics
-from frontend.request_schema.prompts import Prompt
 from transport.ids import RequestId
-from transport.messages.generate import (
-    ALL_CHOICES,
-    FINISH_ABORT,
-    FINISH_STOP,
-    RUNNING,
-    CancelCause,
-    StageTimes,
-)
+from transport.logprobs import TokenLogprob
+from transport.messages.generate import ALL_CHOICES, RUNNING, CancelCause, StageTimes
+
+GIVEN_UP = "The server gave the request up: send it again."
 
 
 class RouterCommands(Protocol):
@@ -31,20 +28,6 @@ class RouterCommands(Protocol):
     def forget(self, request_id: RequestId) -> None: ...
 
 
-class Listener(Protocol):
-    """Gets what the choices of a request yield. Choice numbers are those that the client sees."""
-
-    def on_token(self, number: int, text: str, logprob: TokenLogprob | None) -> None:
-        """A token came; `text` may be empty, `logprob` is there where asked for."""
-        ...
-
-    def on_finish(self, number: int, reason: str) -> None: ...
-
-    def on_failure(self, error: ApiError) -> None:
-        """A prompt failed; nothing more comes of it."""
-        ...
-
-
 class Generation:
     """A submitted prompt. Owned by the loop's thread."""
 
@@ -53,12 +36,14 @@ class Generation:
         request_id: RequestId,
         prompt: Prompt,
         first_number: int,
-        choices: list[ChoiceStream],
+        choices: list[Choice],
         router: RouterCommands,
-        listener: Listener,
+        write: Callable[[int, Delta], None],
+        on_failure: Callable[[ApiError], None],
         metrics: FrontendMetrics,
         received_at: float,
     ) -> None:
+        """`write` gets the deltas of choice i as number `first_number` + i."""
         self.request_id = request_id
         self.prompt = prompt
         self.choices = choices
@@ -72,7 +57,8 @@ class Generation:
         self._open = len(choices)
         self._first_number = first_number
         self._router = router
-        self._listener = listener
+        self._write = write
+        self._on_failure = on_failure
         self._metrics = metrics
         self._received_at = received_at
 
@@ -81,7 +67,6 @@ class Generation:
         return self._open == 0
 
     def on_started(self, cached_tokens: int, prompt_tokens: int) -> None:
-        """The first chunk of a choice ran. The first choice's numbers count."""
         if not self.started:
             self.started = True
             self.cached_tokens, self.prompt_tokens = cached_tokens, prompt_tokens
@@ -94,60 +79,49 @@ class Generation:
         logprobs: list[TokenLogprob] | None,
         now: float,
     ) -> None:
-        """Tokens of one choice came at `now` (CLOCK_MONOTONIC seconds), with the finish code of the
-        last one, and an entry a token where logprobs were asked for."""
+        """Take the tokens that one choice got at `now`, in CLOCK_MONOTONIC seconds.
+
+        `finish` is the code of the last token. `logprobs` has an entry for each token, and is used up
+        here; it is None if the request asked for none.
+        """
         choice = self.choices[index]
         if choice.finish_reason is not None or not self._open:
             return
-        if finish == FINISH_ABORT:
-            self.fail(ApiError(503, "The server gave the request up: send it again."))
-            return
         self.first_token_at = self.first_token_at or now
-        self._metrics.saw_tokens(choice, self._received_at, now, len(ids))
-        if finish == RUNNING and logprobs is None and len(ids) == 1:
-            text = choice.push(ids, RUNNING)
-            if text:
-                self._listener.on_token(self._first_number + index, text, None)
+        self._metrics.saw_tokens(choice.last_at, self._received_at, now, len(ids))
+        choice.last_at = now
+        number = self._first_number + index
+        # Token by token, so that each gets an event of its own. An empty row still tells the end.
+        tokens = [ids] if len(ids) < 2 else [[token] for token in ids]
+        for token in tokens:
+            code = finish if token is tokens[-1] else RUNNING
+            entry = logprobs.pop(0) if logprobs else None
+            for delta in choice.push(token, code, entry):
+                self._write(number, delta)
             if choice.finish_reason is not None:
-                self._end(index, choice.finish_reason, at_router=False)
-            return
-        self._take_tokens(index, ids, finish, logprobs)
-
-    def _take_tokens(
-        self, index: int, ids: list[int], finish: int, logprobs: list[TokenLogprob] | None
-    ) -> None:
-        """The general case of `on_row`: token by token, so that each has an event of its own."""
-        choice = self.choices[index]
-        last = len(ids) - 1
-        for position in range(max(len(ids), 1)):
-            code = finish if position >= last else RUNNING
-            text = choice.push(ids[position : position + 1], code)
-            # An end-of-sequence or stop token is not shown, only what it sets free.
-            is_shown = code != FINISH_STOP and bool(ids)
-            if is_shown or text:
-                entry = logprobs[position] if logprobs is not None and is_shown else None
-                self._listener.on_token(self._first_number + index, text, entry)
-            if choice.finish_reason is not None:
-                self._end(index, choice.finish_reason, at_router=finish != RUNNING)
+                self._open -= 1
+                self._metrics.finished(choice.finish_reason)
+                if finish == RUNNING:  # a stop string, of which the router does not know
+                    self._router.cancel(self.request_id, index, "stop")
                 return
 
     def on_closed(self, stages: StageTimes) -> None:
-        """The router has closed its record. Before the end of all choices this is a failure: the
-        rest would never come."""
+        """The router has closed its record. If a choice has not ended by now, the prompt has failed: the
+        rest will never come."""
         self.stages = stages
         self.closed.set()
-        self.fail(ApiError(503, "The server gave the request up: send it again."))
+        self.fail(ApiError(503, GIVEN_UP))
 
     def fail(self, error: ApiError) -> None:
-        """The prompt failed. Ignored after its end."""
+        """Does nothing after the prompt's end."""
         self.closed.set()
         if self._open:
             self._open = 0
             self._router.forget(self.request_id)
-            self._listener.on_failure(error)
+            self._on_failure(error)
 
     def cancel(self, cause: CancelCause) -> None:
-        """Nobody wants the rest: tell the router, once, if it is still at work."""
+        """Tell the router, once, if it is still at work."""
         if self._open:
             self._open = 0
             self._router.cancel(self.request_id, ALL_CHOICES, cause)
@@ -158,9 +132,3 @@ class Generation:
         for index, choice in enumerate(self.choices):
             if choice.finish_reason is None and self._open:
                 self._router.throttle(self.request_id, index, paused)
-
-    def _end(self, index: int, reason: str, at_router: bool) -> None:
-        self._open -= 1
-        if not at_router:
-            self._router.cancel(self.request_id, index, "stop")
-        self._listener.on_finish(self._first_number + index, reason)

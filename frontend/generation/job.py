@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 from typing import Protocol
 
 from frontend.errors import ApiError
-from frontend.generation.choice_stream import ChoiceStream
-from frontend.generation.generation import Generation, Listener, RouterCommands
+from frontend.generation.choice import Choice
+from frontend.generation.deltas import DeltaConsumer, FinishReason
+from frontend.generation.generation import Generation, RouterCommands
+from frontend.generation.output_parser import PlainText
+from frontend.generation.request import GenerationRequest
 from frontend.generation.text_decoding import TokenTexts
 from frontend.generation.usage import Usage
 from frontend.metrics import FrontendMetrics
-from frontend.request_schema.prompts import GenerationRequest
 from transport.ids import RequestId
 from transport.messages.generate import CancelCause, StageTimes
 from transport.messages.to_router import Submit
@@ -25,13 +28,13 @@ class JobRouter(RouterCommands, Protocol):
     """The part of the router's client that jobs need."""
 
     def submit(self, generation: Generation, message: Submit) -> None:
-        """Hand a prompt in; raises ApiError (503) if the router does not take it."""
+        """Raises ApiError (503) if the router does not take the prompt."""
         ...
 
 
 class Job:
-    """One generating HTTP request. Every job is started once and cancelled at its end (a no-op for
-    what has finished), so that nothing goes on without a client."""
+    """One generating HTTP request. Every job is started once, and cancelled at its end so that nothing
+    goes on without a client; cancelling what has finished does nothing."""
 
     def __init__(
         self,
@@ -43,71 +46,73 @@ class Job:
         received_at: float,
         affinity: str = "",
     ) -> None:
-        """`affinity`: the conversation that the client says this is; empty: told by the prompt."""
+        """`affinity` names the client's conversation; if it is empty, the prompt's beginning does."""
         self.request = request
         self.call_id = call_id
-        self.finish_reasons: list[str] = []
         self.cancelled: CancelCause | None = None
         self.generations: list[Generation] = []
         self._router = router
         self._texts = texts
         self._metrics = metrics
-        self._received_at = received_at
+        self.received_at = received_at
         self._affinity = affinity
-        self._listener: Listener | None = None
+        self._consumer: DeltaConsumer | None = None
 
     @property
-    def choices(self) -> int:
-        return len(self.request.prompts) * self.request.common.n
+    def choice_count(self) -> int:
+        return len(self.request.prompts) * self.request.n
 
     @property
     def finished(self) -> bool:
         return all(generation.finished for generation in self.generations)
 
     @property
+    def finish_reasons(self) -> list[FinishReason]:
+        """One for each choice that has ended."""
+        reasons = [choice.finish_reason for g in self.generations for choice in g.choices]
+        return [reason for reason in reasons if reason is not None]
+
+    @property
     def first_token_at(self) -> float:
-        """When the first token of all came, CLOCK_MONOTONIC seconds; 0.0 = never."""
+        """In CLOCK_MONOTONIC seconds; 0.0 if no token has come."""
         times = [g.first_token_at for g in self.generations if g.first_token_at]
         return min(times, default=0.0)
 
-    def start(self, listener: Listener) -> None:
-        """Hand all prompts to the router.
-
-        Raises:
-            ApiError: 503, the router does not take them.
-        """
-        self._listener = listener
-        common = self.request.common
-        for position, prompt in enumerate(self.request.prompts):
-            suffix = f"-{position}" if len(self.request.prompts) > 1 else ""
+    def start(self, consumer: DeltaConsumer) -> None:
+        """Raises ApiError (503) if the router does not take the prompts."""
+        self._consumer = consumer
+        request = self.request
+        for position, prompt in enumerate(request.prompts):
+            suffix = f"-{position}" if len(request.prompts) > 1 else ""
             generation = Generation(
                 RequestId(f"{self.call_id}{suffix}"),
                 prompt,
-                position * common.n,
-                [ChoiceStream(self._texts.decoder(), common.stops) for _ in range(common.n)],
+                position * request.n,
+                [self._new_choice() for _ in range(request.n)],
                 self._router,
-                listener,
+                consumer.write,
+                partial(self._prompt_failed, consumer),
                 self._metrics,
-                self._received_at,
+                self.received_at,
             )
             self.generations.append(generation)
         for generation in self.generations:
             self._router.submit(generation, self._submit(generation))
 
+    def _new_choice(self) -> Choice:
+        return Choice(self._texts.decoder(), self.request.stops, PlainText())
+
     def _submit(self, generation: Generation) -> Submit:
-        common, prompt = self.request.common, generation.prompt
+        request, prompt = self.request, generation.prompt
         return Submit(
-            generation.request_id,
-            prompt.kind,
-            common.sampling,
-            self._received_at,
-            common.n,
-            common.priority,
-            self._affinity or prompt.affinity,
-            prompt.add_special_tokens,
-            common.prefix_cache,
-            common.cache_salt,
-            RequestId(self.call_id if len(self.request.prompts) > 1 else ""),
+            request_id=generation.request_id,
+            kind=prompt.kind,
+            generate=request.generate,
+            received_at=self.received_at,
+            n=request.n,
+            affinity=self._affinity or prompt.affinity,
+            add_special_tokens=prompt.add_special_tokens,
+            call=RequestId(self.call_id if len(request.prompts) > 1 else ""),
         )
 
     def usage(self) -> Usage:
@@ -121,16 +126,12 @@ class Job:
             ),
         )
 
-    def choice_finished(self, reason: str) -> None:
-        self.finish_reasons.append(reason)
-        self._metrics.finished(reason)
-
     def throttle(self, paused: bool) -> None:
         for generation in self.generations:
             generation.throttle(paused)
 
     def cancel(self, cause: CancelCause) -> None:
-        """Stop what has not finished. Idempotent; the first cause counts."""
+        """Idempotent; the first cause counts."""
         if self.generations and not self.finished:
             self.cancelled = self.cancelled or cause
             self._metrics.aborted()
@@ -138,23 +139,24 @@ class Job:
             generation.cancel(cause)
 
     def fail(self, error: ApiError) -> None:
-        """End it with an error for the client, because the server cannot go on."""
-        if self._listener is not None and not self.finished:
+        if self._consumer is not None and not self.finished:
             self.cancel("shutdown")
-            self._listener.on_failure(error)
+            self._consumer.fail(error)
 
     def give_up(self) -> None:
-        """One prompt failed, so the others are of no use."""
         for generation in self.generations:
             generation.cancel("failed")
 
+    def _prompt_failed(self, consumer: DeltaConsumer, error: ApiError) -> None:
+        self.give_up()
+        consumer.fail(error)
+
     def close(self) -> None:
-        """The answer is out: nothing is wanted of the router any more."""
         for generation in self.generations:
             self._router.forget(generation.request_id)
 
     async def wait_closed(self) -> StageTimes:
-        """The stage times of the first prompt, waiting shortly for the router to tell them."""
+        """The stage times of the first prompt; waits up to CLOSE_SECONDS for the router to report them."""
         if not self.generations:
             return StageTimes()
         first = self.generations[0]

@@ -1,4 +1,4 @@
-"""One HTTP request as the middleware sees it: its id, its headers, what the log will say of it."""
+"""One HTTP request as the application sees it: its id, its headers, what the log will say of it."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ import hashlib
 import re
 import time
 import uuid
+from collections.abc import Callable
 from typing import cast
 
 from starlette.types import Scope
 
-from frontend.generation.job import Job
-from transport.messages.generate import StageTimes
-
 _KEPT_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 _STATE_KEY = "deepinfer.call"
+ABORT = "deepinfer.abort"
+"""The extension of an ASGI scope that cuts the connection."""
 
 
 def kept_request_id(given: bytes) -> str | None:
-    """The client's `X-Request-Id` for the answer and the log, if it is short and plain."""
+    """The client's `X-Request-Id`, if it is short and plain enough for the answer and the log."""
     given = given.strip()
     return given.decode() if _KEPT_ID.fullmatch(given) else None
 
 
 class Call:
-    """Facts about one HTTP request. Made by the outermost middleware, filled in on the way."""
+    """Made by the application when the head is complete, filled in on the way."""
 
     __slots__ = (
+        "abort",
         "affinity",
         "headers",
         "id",
         "is_body_read",
-        "job",
         "received_at",
         "request_id",
-        "stages",
         "status",
+        "work",
     )
 
     def __init__(self, scope: Scope) -> None:
@@ -50,10 +50,16 @@ class Call:
         """Which conversation the client says this is (header X-Session-Affinity)."""
         self.status = 0
         self.is_body_read = False
-        self.job: Job | None = None
-        self.stages = StageTimes()
+        self.work: list[str] | None = None
+        """What the access log says of a generating request; None for any other."""
+        self.abort: Callable[[], None] = scope.get("extensions", {}).get(ABORT, _nothing)
+        """Cuts the connection at once."""
         scope[_STATE_KEY] = self
 
 
 def call_of(scope: Scope) -> Call:
     return cast("Call", scope[_STATE_KEY])
+
+
+def _nothing() -> None:
+    """The server offers no way to cut a connection."""

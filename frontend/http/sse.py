@@ -19,16 +19,14 @@ _LINE_ENDS = (
 
 
 def json_text(text: str) -> bytes:
-    """A string as JSON without any character that somebody takes for the end of a line."""
+    """JSON without any character that a client may take for the end of a line."""
     encoded = _encode(text)
-    if not text.isascii():
-        for raw, escaped in _LINE_ENDS:
-            encoded = encoded.replace(raw, escaped)
+    for raw, escaped in _LINE_ENDS:
+        encoded = encoded.replace(raw, escaped)
     return encoded
 
 
 def event(value: object) -> bytes:
-    """An event whose data is `value` as JSON."""
     encoded = _encode(value)
     for raw, escaped in _LINE_ENDS:
         encoded = encoded.replace(raw, escaped)
@@ -48,4 +46,5 @@ class EventTemplate:
         self._head, self._tail = event(value).split(_ENCODED_MARK)
 
     def fill(self, text: str) -> bytes:
-        return self._head + json_text(text) + self._tail
+        encoded = _encode(text) if text.isascii() else json_text(text)
+        return self._head + encoded + self._tail

@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-import logging
 from collections.abc import Callable
+from typing import assert_never
 
 import msgspec
+import zmq
 
 from frontend.errors import ApiError
 from transport.messages.base import Message
-from transport.messages.control import Answer, CacheCommand, Drain, InstanceStatus, Query
-from transport.sockets import Received
+from transport.messages.control import CacheCommand
+from transport.messages.from_daemon import Answer, Drain, FrontendNotice, InstanceStatus
+from transport.messages.to_daemon import Query
 
 ANSWER_SECONDS = 5.0
 MAX_OPEN_QUERIES = 64
 
-log = logging.getLogger(__name__)
-
 
 class DaemonClient:
-    """`on_message` runs on the link's thread, everything else on the loop's."""
+    """`on_notice` runs on the link's thread, everything else on the loop's."""
 
     def __init__(
         self,
-        on_status: Callable[[InstanceStatus], None],
-        on_drain: Callable[[], None],
+        post: Callable[[Message], None],
+        take: Callable[[InstanceStatus | Drain], None],
     ) -> None:
-        """Both callbacks run on the loop's thread."""
+        """`take` is called on the loop's thread."""
         self._loop = asyncio.get_running_loop()
-        self._on_status = on_status
-        self._on_drain = on_drain
+        self._post = post
+        self._take = take
         self._serials = itertools.count(1)
         self._open: dict[int, asyncio.Future[bytes]] = {}
 
-    async def ask(self, question: Query | CacheCommand, post: Callable[[Message], None]) -> bytes:
-        """The daemon's answer to a question or command; its serial is set here.
+    async def ask(self, question: Query | CacheCommand) -> bytes:
+        """The daemon's answer; `question` gets its serial here.
 
         Raises:
             ApiError: 503; no answer in time, too many questions at once, or the daemon refused.
@@ -47,7 +48,7 @@ class DaemonClient:
         future: asyncio.Future[bytes] = self._loop.create_future()
         self._open[serial] = future
         try:
-            post(msgspec.structs.replace(question, serial=serial))
+            self._post(msgspec.structs.replace(question, serial=serial))
             return await asyncio.wait_for(future, ANSWER_SECONDS)
         except TimeoutError as error:
             raise ApiError(
@@ -56,22 +57,19 @@ class DaemonClient:
         finally:
             del self._open[serial]
 
-    def on_message(self, received: Received) -> None:
-        """Take a message of the daemon, on the link's thread."""
-        match received.message:
-            case InstanceStatus() as status:
-                self._later(self._on_status, status)
-            case Drain():
-                self._later(self._on_drain)
-            case Answer() as answer:
-                body = bytes(received.frames[0].buffer) if received.frames else b""
-                self._later(self._answered, answer, body)
+    def on_notice(self, notice: FrontendNotice, frames: list[zmq.Frame]) -> None:
+        match notice:
+            case InstanceStatus() | Drain():
+                self._later(self._take, notice)
+            case Answer():
+                body = bytes(frames[0].buffer) if frames else b""
+                self._later(self._answered, notice, body)
             case other:
-                log.warning("the daemon sent a %s, which is not for us", type(other).__name__)
+                assert_never(other)
 
     def _later(self, callback: Callable[..., None], *arguments: object) -> None:
         # The loop is closed if the process is on its way out: nobody needs the news then.
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback, *arguments)
 
     def _answered(self, answer: Answer, body: bytes) -> None:

@@ -3,41 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
+from typing import assert_never
 
-import numpy as np
 import zmq
 
 from frontend.errors import ApiError
 from frontend.generation.generation import Generation
-from frontend.generation.logprobs_format import LogprobReader
+from frontend.generation.request import Prompt
 from frontend.metrics import FrontendMetrics
-from frontend.request_schema.prompts import Prompt
 from transport.framing import Payload, read_tokens
 from transport.ids import RequestId
-from transport.messages.base import Message, Refused, Welcome
+from transport.logprobs import LogprobReader
+from transport.messages.base import Message
 from transport.messages.generate import (
     Cancel,
     CancelCause,
     Encode,
     Encoded,
-    ModelInfo,
     RequestFailed,
     Throttle,
     TokenBatch,
 )
-from transport.messages.to_frontend import Finished, Serving
+from transport.messages.to_frontend import Finished
 from transport.messages.to_router import Submit
-from transport.sockets import Received
 
 ENCODE_SECONDS = 60.0
+LOST = "The server's router was lost: try again soon."
+RETRY_AFTER_SECONDS = 1
 
+AboutRequests = TokenBatch | Finished | RequestFailed | Encoded
 Send = Callable[..., bool]
 """`send(message, *frames)`; False if the router does not read."""
-
-log = logging.getLogger(__name__)
 
 
 class RouterClient:
@@ -48,14 +46,9 @@ class RouterClient:
         self._metrics = metrics
         self._live: dict[RequestId, Generation] = {}
         self._encodes: dict[RequestId, asyncio.Future[list[int]]] = {}
-        self.model: ModelInfo | None = None
-        """What is served; None until the router tells."""
-        self.welcomed = asyncio.Event()
-        self.refusal: str | None = None
 
     @property
     def live(self) -> int:
-        """How many requests the router works on for this frontend."""
         return len(self._live)
 
     # ---- out ----
@@ -100,8 +93,9 @@ class RouterClient:
         finally:
             del self._encodes[request_id]
 
-    def fail_all(self, error: ApiError) -> None:
+    def router_lost(self) -> None:
         """The router is gone, and with it all that it worked on."""
+        error = ApiError(503, LOST, code="router_lost", retry_after=RETRY_AFTER_SECONDS)
         for generation in list(self._live.values()):
             generation.fail(error)
         self._live.clear()
@@ -117,10 +111,10 @@ class RouterClient:
 
     # ---- in ----
 
-    def handle(self, received: Received) -> None:
-        match received.message:
+    def handle(self, message: AboutRequests, frames: list[zmq.Frame]) -> None:
+        match message:
             case TokenBatch() as batch:
-                self._on_tokens(batch, received.frames)
+                self._on_tokens(batch, frames)
             case Finished(request_id, stages):
                 generation = self._live.pop(request_id, None)
                 if generation is not None:
@@ -130,18 +124,9 @@ class RouterClient:
             case Encoded(request_id):
                 future = self._encodes.get(request_id)
                 if future is not None and not future.done():
-                    future.set_result(read_tokens(received.frames[0]).tolist())
-            case Serving(model):
-                self.model = model
-            case Welcome():
-                self.welcomed.set()
-            case Refused(reason):
-                self.refusal = reason
-                self.welcomed.set()
+                    future.set_result(read_tokens(frames[0]).tolist())
             case other:
-                log.warning(
-                    "the router sent a %s, which is not for a frontend", type(other).__name__
-                )
+                assert_never(other)
 
     def _on_tokens(self, batch: TokenBatch, frames: list[zmq.Frame]) -> None:
         now = time.monotonic()
@@ -169,7 +154,7 @@ class RouterClient:
     def _on_rows_with_logprobs(
         self, batch: TokenBatch, ids: list[int], frame: zmq.Frame, now: float
     ) -> None:
-        reader = LogprobReader(np.frombuffer(frame.buffer, dtype="<i4"))
+        reader = LogprobReader(frame)
         at = 0
         for row, request_id in enumerate(batch.request_ids):
             row_ids = ids[at : at + batch.counts[row]]

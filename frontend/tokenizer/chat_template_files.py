@@ -33,7 +33,6 @@ def read_chat_templates(model_dir: Path) -> dict[str, str]:
 
 
 def _named_templates(origin: Path, value: object) -> dict[str, str]:
-    """Accepts a string, an object name -> template, and a list of {name, template} objects."""
     if value is None:
         return {}
     if isinstance(value, str):

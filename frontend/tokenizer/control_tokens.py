@@ -62,7 +62,6 @@ class ControlTokens:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, chat_templates: Iterable[str]) -> ControlTokens:
-        """Those of `tokenizer` under these templates."""
         added = tokenizer.get_added_tokens_decoder().values()
         templates = list(chat_templates)
         return cls(
@@ -71,7 +70,6 @@ class ControlTokens:
         )
 
     def occur_in(self, value: Json) -> bool:
-        """Whether any string inside `value` contains a control token's text."""
         if isinstance(value, str):
             return self._pattern.search(value) is not None
         if isinstance(value, list):

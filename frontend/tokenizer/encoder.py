@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
 import numpy as np
-import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from frontend.conversation import Conversation
 from frontend.tokenizer.chat_template import ChatTemplate
-from frontend.tokenizer.control_tokens import Json, RenderedText, alias_tokenizer
+from frontend.tokenizer.control_tokens import RenderedText, alias_tokenizer
 from frontend.tokenizer.errors import PromptError
 from frontend.tokenizer.load import TokenizerFiles
+from transport.framing import TokenArray
 
-TokenArray = npt.NDArray[np.int32]
+_DECODER = msgspec.json.Decoder(Conversation)
 
 
 @dataclass(frozen=True)
@@ -32,24 +33,29 @@ class PromptEncoder:
     """Encodes the prompts of one model. Not bound to a thread, but one call at a time."""
 
     def __init__(self, files: TokenizerFiles) -> None:
-        """
-        Raises:
-            TokenizerLoadError: the chat template is not valid Jinja.
-        """
         self._tokenizer = files.tokenizer
         self._template = ChatTemplate(files)
 
     def encode_chat(self, payload: bytes) -> EncodedPrompt:
-        """Render and encode `{"messages": [...], "tools": [...]|null, "template_kwargs": {...}}`.
+        """Render and encode a `Conversation`, given as JSON.
 
-        Control tokens come from the template alone; in the client's text they are ordinary text.
+        Raises:
+            PromptError: it cannot be read, rendered or encoded.
+        """
+        try:
+            conversation = _DECODER.decode(payload)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise PromptError(f"The conversation cannot be read: {error}.", "messages") from error
+        return self.encode_conversation(conversation)
+
+    def encode_conversation(self, conversation: Conversation) -> EncodedPrompt:
+        """Control tokens come from the template alone; in the client's text they are ordinary text.
 
         Raises:
             PromptError: the messages cannot be rendered or encoded.
         """
         started = time.perf_counter()
-        messages, tools, kwargs = _parse(payload)
-        rendered = self._template.render_guarded(messages, tools, kwargs)
+        rendered = self._template.render(conversation)
         middle = time.perf_counter()
         ids = self._encode_rendered(rendered)
         return EncodedPrompt(ids, middle - started, time.perf_counter() - middle)
@@ -75,24 +81,6 @@ class PromptEncoder:
     @cached_property
     def _aliased(self) -> tuple[Tokenizer, dict[str, str]]:
         return alias_tokenizer(self._tokenizer, self._template.control_tokens.all)
-
-
-def _parse(payload: bytes) -> tuple[list[Json], list[Json] | None, dict[str, Json]]:
-    try:
-        value: Json = json.loads(payload)
-    except (ValueError, RecursionError) as error:
-        raise PromptError(f"The messages are not valid JSON ({error}).", "messages") from error
-    if not isinstance(value, dict):
-        raise PromptError("The prompt is not a JSON object.", "messages")
-    messages, tools = value.get("messages"), value.get("tools")
-    kwargs = value.get("template_kwargs") or {}
-    if not isinstance(messages, list) or not messages:
-        raise PromptError("messages must be a list with at least one message.", "messages")
-    if tools is not None and not isinstance(tools, list):
-        raise PromptError("tools must be a list.", "tools")
-    if not isinstance(kwargs, dict):
-        raise PromptError("chat_template_kwargs must be an object.", "chat_template_kwargs")
-    return messages, tools, kwargs
 
 
 def _encode(tokenizer: Tokenizer, text: str, param: str, add_special_tokens: bool) -> TokenArray:

@@ -78,7 +78,6 @@ def _read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _convert_tokenizer(model_dir: Path) -> Tokenizer:
-    """Let transformers build a fast tokenizer from `tokenizer.model`, `vocab.json`, ..."""
     from transformers import AutoTokenizer  # noqa: PLC0415 - seconds, and rarely needed
 
     try:
@@ -101,7 +100,6 @@ def _convert_tokenizer(model_dir: Path) -> Tokenizer:
 
 
 def _token_text(value: object) -> str | None:
-    """A special token's text: given as a string, or as an object with `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) and value else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import sys
 import threading
 from pathlib import Path
@@ -15,21 +14,21 @@ from frontend.settings import TokenizerSettings
 from frontend.tokenizer.encoder import EncodedPrompt, PromptEncoder
 from frontend.tokenizer.errors import PromptError, TokenizerLoadError
 from frontend.tokenizer.load import load_tokenizer
-from transport.child import EXIT_FATAL, StopFlag, enter_process
-from transport.framing import BadMessage, token_frame
-from transport.links.daemon import (
-    DaemonLink,
-    LinkError,
-    RouterLossNotice,
-    RouterRefusedError,
-    SocketTelemetry,
-    exit_code_of,
-)
-from transport.messages.base import PROTOCOL_VERSION, Hello, Refused, Welcome
+from transport.child import StopFlag
+from transport.framing import token_frame
+from transport.links.daemon import DaemonLink
+from transport.links.router import RouterLink
+from transport.messages.base import Hello, HelloAnswer
+from transport.messages.from_daemon import TOKENIZER_NOTICES, TokenizerNotice
 from transport.messages.generate import Encode, Encoded, RequestFailed
-from transport.sockets import DealerSocket, Endpoints, Received
-from transport.telemetry.metrics import Counter, MetricSet
+from transport.messages.to_tokenizer import TO_TOKENIZER, ToTokenizer
+from transport.process import Process, run_process
+from transport.sockets import DealerSocket
+from transport.telemetry import catalog
+from transport.telemetry.metrics import MetricSet
 
+BLOCKED_POLL_MS = 10
+"""While the router does not read, whose reading again wakes nobody."""
 BATCH = 64
 """Prompts taken from the socket before the main loop counts as having made a turn."""
 
@@ -40,51 +39,44 @@ class TokenizerLoop:
     """Encodes one prompt after the other. Owns neither socket nor encoder."""
 
     def __init__(
-        self, encoder: PromptEncoder, dealer: DealerSocket, link: DaemonLink, metrics: MetricSet
+        self,
+        encoder: PromptEncoder,
+        router: DealerSocket[HelloAnswer | ToTokenizer],
+        hello: Hello,
+        router_lost: threading.Event,
+        daemon: DaemonLink[TokenizerNotice],
+        metrics: MetricSet,
     ) -> None:
+        """`router_lost` is set when there is a new router, which does not know this process."""
         self._encoder = encoder
-        self._dealer = dealer
-        self._link = link
-        self._prompts = metrics.counter("tokenizer_prompts")
-        self._tokens = metrics.counter("tokenizer_tokens")
-        self._failures: Counter = metrics.counter("tokenizer_failures")
+        self._router = RouterLink(router, hello, self, router_lost)
+        self._daemon = daemon
+        self._prompts = metrics.counter(catalog.TOKENIZER_PROMPTS)
+        self._tokens = metrics.counter(catalog.TOKENIZER_TOKENS)
+        self._failures = metrics.counter(catalog.TOKENIZER_FAILURES)
 
-    def run(
-        self, stop: StopFlag, hello: Hello, router_lost: threading.Event, idle_seconds: float
-    ) -> None:
-        """Serve until `stop` is set. `router_lost` is set when there is a new router, which does not
-        know this process.
+    def run(self, stop: StopFlag, idle_seconds: float) -> None:
+        """Serve until `stop` is set.
 
         Raises:
             RouterRefusedError: the router does not take this process.
         """
         poller = zmq.Poller()
-        poller.register(self._dealer.socket, zmq.POLLIN)
         poller.register(stop.fd, zmq.POLLIN)
-        self._dealer.send(hello)
+        self._router.connect(poller)
         while not stop.is_set():
-            poller.poll(round(idle_seconds * 1000))
-            if router_lost.is_set():
-                router_lost.clear()
-                self._link.set_state("loading", "joining the new router")
-                self._dealer.send(hello)
-            try:
-                for received in self._dealer.drain(BATCH):
-                    self._handle(received)
-            except BadMessage:
-                log.exception("dropped a message that cannot be decoded")
-            self._link.tick()
+            poller.poll(BLOCKED_POLL_MS if not self._router.flush() else round(idle_seconds * 1000))
+            self._router.turn(BATCH)
+            self._daemon.tick()
 
-    def _handle(self, received: Received) -> None:
-        match received.message:
-            case Encode() as job:
-                self._encode(job, bytes(received.frames[0].buffer))
-            case Welcome():
-                self._link.set_state("ready")
-            case Refused(reason):
-                raise RouterRefusedError(f"the router refused this tokenizer: {reason}")
-            case other:
-                log.warning("ignored a %s", type(other).__name__)
+    def on_welcome(self) -> None:
+        self._daemon.set_state("ready")
+
+    def on_router_lost(self) -> None:
+        self._daemon.set_state("loading", "joining the new router")
+
+    def on_message(self, job: ToTokenizer, frames: list[zmq.Frame]) -> None:
+        self._encode(job, bytes(frames[0].buffer))
 
     def _encode(self, job: Encode, payload: bytes) -> None:
         self._prompts.add()
@@ -92,7 +84,7 @@ class TokenizerLoop:
             prompt = self._encode_prompt(job, payload)
         except PromptError as error:
             self._failures.add()
-            self._dealer.send(
+            self._router.send(
                 RequestFailed(job.request_id, 400, error.code, str(error), error.param)
             )
             return
@@ -102,11 +94,11 @@ class TokenizerLoop:
             self._failures.add()
             log.exception("%s: the prompt could not be encoded", job.request_id)
             message = "The server failed to encode the prompt; its log says why."
-            self._dealer.send(RequestFailed(job.request_id, 500, "tokenizer_failed", message))
+            self._router.send(RequestFailed(job.request_id, 500, "tokenizer_failed", message))
             return
         self._tokens.add(len(prompt.ids))
         reply = Encoded(job.request_id, prompt.render_seconds, prompt.encode_seconds)
-        self._dealer.send(reply, token_frame(prompt.ids))
+        self._router.send(reply, token_frame(prompt.ids))
 
     def _encode_prompt(self, job: Encode, payload: bytes) -> EncodedPrompt:
         if job.kind == "chat":
@@ -115,37 +107,21 @@ class TokenizerLoop:
 
 
 def main() -> int:
-    """Load the tokenizer, then serve until SIGTERM. Returns the exit code."""
-    settings, stop = enter_process(TokenizerSettings)
-    process = settings.process
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    dealer = DealerSocket(context, Endpoints(process.run_dir).router, process.name)
-    metrics = MetricSet()
-    router_lost = RouterLossNotice()
-    link = DaemonLink(context, process, metrics, SocketTelemetry(dealer), router_lost.notice)
-    try:
-        link.start()
-        link.set_state("loading", "loading the tokenizer")
-        encoder = PromptEncoder(load_tokenizer(Path(settings.model_dir)))
-        encoder.encode_text("warm up", add_special_tokens=False)
-        gc.freeze()
-        loop = TokenizerLoop(encoder, dealer, link, metrics)
-        hello = Hello(PROTOCOL_VERSION, "tokenizer", process.name, os.getpid(), process.config_hash)
-        loop.run(stop, hello, router_lost.event, process.heartbeat_seconds)
-        return 0
-    except TokenizerLoadError as error:
-        log.error("%s", error)
-        link.fatal(str(error))
-        return EXIT_FATAL
-    except RouterRefusedError as error:
-        link.fatal(str(error))
-        return exit_code_of(error)
-    except LinkError as error:
-        return exit_code_of(error)
-    finally:
-        link.close()
-        dealer.close()
-        context.term()
+    return run_process(TokenizerSettings, TOKENIZER_NOTICES, _serve, fatal=(TokenizerLoadError,))
+
+
+def _serve(process: Process[TokenizerSettings, TokenizerNotice]) -> None:
+    settings, daemon = process.settings, process.daemon
+    router = process.router_socket(TO_TOKENIZER)
+    router_lost = threading.Event()
+    daemon.start(lambda notice, frames: router_lost.set())  # a tokenizer is told of nothing else
+    daemon.set_state("loading", "loading the tokenizer")
+    encoder = PromptEncoder(load_tokenizer(Path(settings.model_dir)))
+    encoder.encode_text("warm up", add_special_tokens=False)
+    gc.freeze()
+    hello = settings.process.hello()
+    loop = TokenizerLoop(encoder, router, hello, router_lost, daemon, process.metrics)
+    loop.run(process.stop, settings.process.heartbeat_seconds)
 
 
 if __name__ == "__main__":

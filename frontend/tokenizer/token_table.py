@@ -99,7 +99,6 @@ def piece_rules(tokenizer: Tokenizer) -> PieceRules | None:
 
 
 def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, object]]:
-    """The decoder's parts in order, nested sequences flattened."""
     if tokenizer.decoder is None:
         return []
     # A decoder pickles as its JSON: the whole tokenizer's JSON would take a second.

@@ -1,4 +1,4 @@
-"""The hash-chain index: which slot holds the page of a key, and what may be evicted next.
+"""The hash-chain index: which host page has which key, and what may be evicted next.
 
 Pages form a tree: the parent of a page is the page before it, and a page is never there without its
 parent. A state belongs to the page that ends its prefix. What is evicted:
@@ -9,7 +9,7 @@ parent. A state belongs to the page that ends its prefix. What is evicted:
   of a chain, and states at which chains part, since all of those chains depend on them.
 * Nothing that is pinned. A pin covers a prefix from its first page on.
 
-Slots are indexes into the pool's tables; this module knows no rows. All calls are O(log n) or O(1) a
+Pages and states are numbers of rows in the pool; this module knows no bytes. All calls are O(log n) or O(1) a
 page, except `clear` and the reports for people.
 """
 
@@ -22,33 +22,24 @@ from typing import NamedTuple
 import numpy as np
 
 from hicache.cache.lru import LruQueue
-from hicache.pool.slot_headers import SlotArray
+from hicache.copies.runs import IndexArray
 
-NO_SLOT = -1
+ABSENT = -1
 
 
 class EvictedPage(NamedTuple):
-    """Slots that an eviction freed."""
+    """What an eviction freed."""
 
     page: int
     state: int
-    """NO_SLOT: the page had none."""
+    """ABSENT: the page had none."""
 
 
 class PinnedPrefix(NamedTuple):
-    """What a user of a prefix holds: its pages, from the first on, and one state of it or NO_SLOT."""
+    """What a user of a prefix holds: its pages, from the first on, and one state of it or ABSENT."""
 
-    pages: SlotArray
+    pages: IndexArray
     state: int
-
-
-class PrefixUse(NamedTuple):
-    """How much a prefix was hit. `hits` counts hits that reach its last page and any page beyond."""
-
-    pages: int
-    hits: int
-    last_use: int
-    has_state: bool
 
 
 class PrefixIndex:
@@ -56,19 +47,19 @@ class PrefixIndex:
 
     def __init__(self, num_pages: int, num_states: int) -> None:
         self._page_at: dict[bytes, int] = {}
-        # By page slot.
+        # By page.
         self._key_of: list[bytes | None] = [None] * num_pages
-        self._parent_of = [NO_SLOT] * num_pages
+        self._parent_of = [ABSENT] * num_pages
         self._depth_of = [0] * num_pages
         self._num_children = [0] * num_pages
         self._stateful_children = [0] * num_pages  # children with a state in their subtree
-        self._state_of = [NO_SLOT] * num_pages
+        self._state_of = [ABSENT] * num_pages
         self._present = np.zeros(num_pages, np.bool_)
         self._page_pins = np.zeros(num_pages, np.int32)
         self._page_use = np.zeros(num_pages, np.int64)
         self._page_hits = np.zeros(num_pages, np.int64)
-        # By state slot.
-        self._page_of = [NO_SLOT] * num_states
+        # By state.
+        self._page_of = [ABSENT] * num_states
         self._state_pins = [0] * num_states
         self._state_use = [0] * num_states
 
@@ -78,7 +69,7 @@ class PrefixIndex:
         self._needed_states = LruQueue()
         self._num_states = 0
         self._num_pinned_pages = 0  # detached ones included
-        # Cleared from the index while pinned; their slots are free when the last pin goes.
+        # Cleared from the index while pinned; they are free when the last pin goes.
         self._detached_pages: set[int] = set()
         self._detached_states: set[int] = set()
 
@@ -97,12 +88,12 @@ class PrefixIndex:
 
     @property
     def num_pinned_pages(self) -> int:
-        """Page slots that somebody reads or depends on, those that can be found no more included."""
+        """Pages that somebody reads or depends on, those that can be found no more included."""
         return self._num_pinned_pages
 
     @property
     def num_evictable_pages(self) -> int:
-        """Pages that repeated eviction would free: pins cover whole prefixes, so all without a pin."""
+        # Pins cover whole prefixes: all pages without a pin can go, one after the other.
         return len(self._page_at) - (self._num_pinned_pages - len(self._detached_pages))
 
     @property
@@ -110,18 +101,16 @@ class PrefixIndex:
         return len(self._superseded_states) + len(self._needed_states)
 
     def page(self, key: bytes) -> int:
-        return self._page_at.get(key, NO_SLOT)
+        return self._page_at.get(key, ABSENT)
 
     def depth(self, page: int) -> int:
-        """How many pages come before this one in its chain."""
         return self._depth_of[page]
 
     def state(self, page: int) -> int:
-        """Slot of the state that belongs to the prefix ending with this page, or NO_SLOT."""
         return self._state_of[page]
 
-    def match(self, keys: Sequence[bytes]) -> SlotArray:
-        """Slots of the longest prefix of the chain `keys` that is there.
+    def match(self, keys: Sequence[bytes]) -> IndexArray:
+        """The pages of the longest prefix of the chain `keys` that is there.
 
         It need not look at every key: a page is never there without its parent, as only leaves are
         evicted and a page is inserted below one that is there. So the keys that are there come first.
@@ -132,7 +121,7 @@ class PrefixIndex:
     # ---- putting in ---------------------------------------------------------------------------
 
     def insert_page(self, key: bytes, parent: int, page: int, stamp: int) -> None:
-        """Add a page below `parent` (NO_SLOT: a first page). Its key is new and its slot unused."""
+        """Add a page below `parent` (ABSENT: a first page). Its key is new and the page unused."""
         self._page_at[key] = page
         self._key_of[page] = key
         self._present[page] = True
@@ -140,7 +129,7 @@ class PrefixIndex:
         self._page_use[page] = stamp
         self._page_hits[page] = 0
         self._depth_of[page] = 0
-        if parent != NO_SLOT:
+        if parent != ABSENT:
             self._depth_of[page] = self._depth_of[parent] + 1
             self._num_children[parent] += 1
             self._bare_leaves.discard(parent)
@@ -160,19 +149,18 @@ class PrefixIndex:
     # ---- pins ---------------------------------------------------------------------------------
 
     def pin(self, prefix: PinnedPrefix, stamp: int) -> None:
-        """Keep a prefix and its state from eviction, and note their use."""
         pages, state = prefix
         self._num_pinned_pages += int(np.count_nonzero(self._page_pins[pages] == 0))
         self._page_pins[pages] += 1
         self._page_use[pages] = stamp
-        if state != NO_SLOT:
+        if state != ABSENT:
             self._state_pins[state] += 1
             self._state_use[state] = stamp
             self._file_state(state)
         self._file_end(pages)
 
     def unpin(self, prefix: PinnedPrefix) -> tuple[list[int], list[int]]:
-        """Undo one `pin`. Returns page slots and state slots that became free by it."""
+        """Undo one `pin`. Returns the pages and states that became free by it."""
         pages, state = prefix
         self._page_pins[pages] -= 1
         idle = pages[self._page_pins[pages] == 0]
@@ -182,7 +170,7 @@ class PrefixIndex:
         )
         self._detached_pages -= free_pages
         free_states: list[int] = []
-        if state != NO_SLOT:
+        if state != ABSENT:
             self._state_pins[state] -= 1
             if state not in self._detached_states:
                 self._file_state(state)
@@ -192,7 +180,7 @@ class PrefixIndex:
         self._file_end(pages)
         return sorted(free_pages), free_states
 
-    def count_hit(self, pages: SlotArray) -> None:
+    def count_hit(self, pages: IndexArray) -> None:
         self._page_hits[pages] += 1
 
     # ---- taking out ---------------------------------------------------------------------------
@@ -205,7 +193,7 @@ class PrefixIndex:
         """
         page = self._bare_leaves.pop() if self._bare_leaves else self._stateful_leaves.pop()
         state = self._state_of[page]
-        if state != NO_SLOT:
+        if state != ABSENT:
             self._superseded_states.discard(state)
             self._needed_states.discard(state)
             self._remove_state(state)
@@ -216,34 +204,29 @@ class PrefixIndex:
         self._present[page] = False
         self._bare_leaves.discard(page)
         self._stateful_leaves.discard(page)
-        if parent != NO_SLOT:
+        if parent != ABSENT:
             self._num_children[parent] -= 1
             self._file_page(parent)
         return EvictedPage(page, state)
 
     def evict_state(self) -> int:
-        """Take out the state that is needed least; its page stays.
-
-        Raises:
-            IndexError: no state may be evicted.
-        """
         first = self._superseded_states or self._needed_states
         state = first.pop()
         self._remove_state(state)
         return state
 
     def clear(self) -> tuple[list[int], list[int]]:
-        """Forget everything. Returns the slots free at once; pinned ones follow by `unpin`."""
+        """Forget everything. Returns the pages and states free at once; pinned ones follow by `unpin`."""
         pages = [page for page in self._page_at.values() if not self._page_pins[page]]
-        states = [s for s, page in enumerate(self._page_of) if page != NO_SLOT]
+        states = [s for s, page in enumerate(self._page_of) if page != ABSENT]
         self._detached_pages.update(set(self._page_at.values()).difference(pages))
         self._detached_states.update(s for s in states if self._state_pins[s])
         for page in self._page_at.values():
             self._key_of[page] = None
             self._num_children[page] = self._stateful_children[page] = 0
-            self._state_of[page] = NO_SLOT
+            self._state_of[page] = ABSENT
         for state in states:
-            self._page_of[state] = NO_SLOT
+            self._page_of[state] = ABSENT
         self._num_states = 0
         self._page_at.clear()
         self._present[:] = False
@@ -259,56 +242,44 @@ class PrefixIndex:
     # ---- for people ---------------------------------------------------------------------------
 
     def oldest_use(self) -> int | None:
-        """Stamp of the page that was not used for longest."""
         return int(self._page_use[self._present].min()) if self._page_at else None
 
-    def most_used(self, count: int) -> list[PrefixUse]:
-        """The prefixes with the highest length times hits, each as long as its hits are the same."""
+    def most_used(self, count: int) -> list[int]:
+        """The last pages of the prefixes with the highest length times hits, each prefix as long as its
+        hits are the same."""
         pages = np.flatnonzero(self._present)
         parents = np.asarray(self._parent_of)[pages]
         beyond = np.zeros(len(self._page_hits), np.int64)  # most hits of any child
-        inner = parents != NO_SLOT
+        inner = parents != ABSENT
         np.maximum.at(beyond, parents[inner], self._page_hits[pages[inner]])
         ends = pages[self._page_hits[pages] > beyond[pages]]
         lengths = np.asarray(self._depth_of)[ends] + 1
         best = np.argsort(-lengths * self._page_hits[ends], kind="stable")[:count]
-        return [
-            PrefixUse(
-                self._depth_of[page] + 1,
-                int(self._page_hits[page]),
-                int(self._page_use[page]),
-                self._state_of[page] != NO_SLOT,
-            )
-            for page in ends[best].tolist()
-        ]
+        return [int(page) for page in ends[best]]
 
-    def page_slots(self) -> dict[bytes, int]:
-        """Slot by key; a copy."""
+    def hits(self, page: int) -> int:
+        return int(self._page_hits[page])
+
+    def last_use(self, page: int) -> int:
+        return int(self._page_use[page])
+
+    def pages_by_key(self) -> dict[bytes, int]:
         return dict(self._page_at)
 
-    def state_slots(self) -> dict[bytes, int]:
-        """State slot by key of the page that ends its prefix; a copy."""
+    def states_by_key(self) -> dict[bytes, int]:
         return {k: self._state_of[p] for k, p in self._page_at.items() if self._state_of[p] >= 0}
 
-    def detached_slots(self) -> tuple[set[int], set[int]]:
-        """Page slots and state slots that only their pins keep; copies."""
+    def detached(self) -> tuple[set[int], set[int]]:
+        """Pages and states that only their pins keep; copies."""
         return set(self._detached_pages), set(self._detached_states)
 
     def check_integrity(self, pinned: Sequence[PinnedPrefix]) -> None:
-        """Recompute everything that is kept up to date, O(pages).
-
-        Args:
-            pinned: all prefixes that are pinned now.
-
-        Raises:
-            AssertionError: something differs; the message says what.
-        """
         self._check_tree()
         page_pins = np.zeros_like(self._page_pins)
         state_pins = [0] * len(self._state_pins)
         for pages, state in pinned:
             page_pins[pages] += 1
-            if state != NO_SLOT:
+            if state != ABSENT:
                 state_pins[state] += 1
         _expect((page_pins == self._page_pins).all(), "pins of pages")
         _expect(state_pins == self._state_pins, "pins of states")
@@ -326,22 +297,22 @@ class PrefixIndex:
             parent = self._parent_of[page]
             key = self._key_of[page]
             _expect(key is not None and self._page_at[key] == page, "a page with another's key")
-            has_state = self._state_of[page] != NO_SLOT
+            has_state = self._state_of[page] != ABSENT
             _expect(
                 not has_state or self._page_of[self._state_of[page]] == page, "owner of a state"
             )
-            _expect((parent == NO_SLOT) == (self._depth_of[page] == 0), "depth of a first page")
-            if parent != NO_SLOT:
+            _expect((parent == ABSENT) == (self._depth_of[page] == 0), "depth of a first page")
+            if parent != ABSENT:
                 _expect(self._key_of[parent] is not None, "a page without its parent")
                 _expect(self._depth_of[parent] == self._depth_of[page] - 1, "depth of a page")
                 children[parent] += 1
                 stateful[parent] += has_state or stateful[page] > 0
-        _expect(len(pages) == len(set(pages)) == len(self._page_at), "a slot with two keys")
+        _expect(len(pages) == len(set(pages)) == len(self._page_at), "a page with two keys")
         _expect(np.flatnonzero(self._present).tolist() == sorted(pages), "marks of present pages")
         for page in pages:
             _expect(self._num_children[page] == children[page], "count of children")
             _expect(self._stateful_children[page] == stateful[page], "count of stateful children")
-        owners = [page for page in self._page_of if page != NO_SLOT]
+        owners = [page for page in self._page_of if page != ABSENT]
         _expect(len(owners) == self._num_states, "count of states")
         _expect(sorted(owners) == sorted(p for p in pages if self._state_of[p] >= 0), "states")
 
@@ -350,10 +321,10 @@ class PrefixIndex:
         stateful, superseded, needed = bare.copy(), bare.copy(), bare.copy()
         for page in self._page_at.values():
             if not self._num_children[page] and not self._page_pins[page]:
-                queue = bare if self._state_of[page] == NO_SLOT else stateful
+                queue = bare if self._state_of[page] == ABSENT else stateful
                 queue[page] = int(self._page_use[page])
         for state, page in enumerate(self._page_of):
-            if page != NO_SLOT and not self._state_pins[state]:
+            if page != ABSENT and not self._state_pins[state]:
                 queue = superseded if self._stateful_children[page] == 1 else needed
                 queue[state] = self._state_use[state]
         _expect(bare == self._bare_leaves.stamps(), "leaves without a state")
@@ -363,8 +334,8 @@ class PrefixIndex:
 
     # ---- keeping the order of eviction --------------------------------------------------------
 
-    def _file_end(self, pages: SlotArray) -> None:
-        """Only the last page of a prefix can be a leaf."""
+    def _file_end(self, pages: IndexArray) -> None:
+        # Only the last page of a prefix can be a leaf.
         if len(pages) and self._key_of[pages[-1]] is not None:
             self._file_page(int(pages[-1]))
 
@@ -372,7 +343,7 @@ class PrefixIndex:
         self._bare_leaves.discard(page)
         self._stateful_leaves.discard(page)
         if not self._num_children[page] and not self._page_pins[page]:
-            bare = self._state_of[page] == NO_SLOT
+            bare = self._state_of[page] == ABSENT
             queue = self._bare_leaves if bare else self._stateful_leaves
             queue.put(page, int(self._page_use[page]))
 
@@ -386,7 +357,7 @@ class PrefixIndex:
 
     def _remove_state(self, state: int) -> None:
         page = self._page_of[state]
-        self._page_of[state] = self._state_of[page] = NO_SLOT
+        self._page_of[state] = self._state_of[page] = ABSENT
         self._num_states -= 1
         if not self._stateful_children[page]:
             self._change_stateful(page, -1)
@@ -396,9 +367,9 @@ class PrefixIndex:
         """The subtree of `page` got its first state (+1) or lost its last (-1): tell the pages above,
         up to the first for whose own subtree that changes nothing."""
         parent = self._parent_of[page]
-        while parent != NO_SLOT:
+        while parent != ABSENT:
             self._stateful_children[parent] += change
-            if self._state_of[parent] != NO_SLOT:
+            if self._state_of[parent] != ABSENT:
                 self._file_state(self._state_of[parent])
                 return
             if self._stateful_children[parent] > (1 if change > 0 else 0):

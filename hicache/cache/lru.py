@@ -44,5 +44,4 @@ class LruQueue:
         self._heap.clear()
 
     def stamps(self) -> dict[int, int]:
-        """Stamp by item; a copy."""
         return dict(self._stamps)

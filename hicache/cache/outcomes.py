@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from hicache.cache.index import PinnedPrefix
-from hicache.pool.slot_headers import SlotArray
+from hicache.copies.runs import IndexArray
 
 
 class MissReason(StrEnum):
@@ -28,7 +28,7 @@ class SkipReason(StrEnum):
     PAGES_PINNED = "pool full of pinned pages"
     TOO_LONG = "prompt longer than the pool"
     STATES_PINNED = "all states pinned"
-    """Or there are fewer slots than a prompt has states."""
+    """Or the pool has fewer states than a prompt."""
     PREFIX_LOST = "prefix lost meanwhile"
     """Pages before these were being stored by another plan, which failed, or were evicted since."""
     FLUSHED = "flushed meanwhile"
@@ -42,18 +42,17 @@ class Hit:
     num_tokens: int
     """A multiple of the page size; KV of these need not be computed."""
     prefix: PinnedPrefix
+    """Host pages in order; a host state at its end, ABSENT where the model has none."""
     matched_tokens: int
     """As far as pages were found. Past `num_tokens`, a state was missing there."""
     serial: int
 
     @property
-    def page_slots(self) -> SlotArray:
-        """Host slots of the pages, in order."""
+    def host_pages(self) -> IndexArray:
         return self.prefix.pages
 
     @property
-    def state_slot(self) -> int:
-        """Host slot of the state at the end of the prefix; NO_SLOT where the model has none."""
+    def host_state(self) -> int:
         return self.prefix.state
 
 
@@ -67,19 +66,19 @@ class Miss:
 
 
 class AnchorState(NamedTuple):
-    """A state to store: the engine's state after the first `position` tokens goes into `slot`."""
+    """A state to store: the engine's after the first `position` tokens goes into `host_state`."""
 
     position: int
-    slot: int
+    host_state: int
 
 
 @dataclass(frozen=True)
 class StorePlan:
-    """Rows to copy from the device. Its slots belong to it until `commit` or `abandon`."""
+    """What to copy from the device. Its host pages and states belong to it until `commit` or `abandon`."""
 
-    page_indexes: SlotArray
-    """Which pages of the prompt: entries of the sequence's block table."""
-    page_slots: SlotArray
+    blocks: IndexArray
+    """Which pages of the prompt, as indexes into the sequence's block table."""
+    host_pages: IndexArray
     """Where each of them goes."""
     states: tuple[AnchorState, ...]
     num_bytes: int
@@ -88,12 +87,4 @@ class StorePlan:
     prefix: PinnedPrefix = field(repr=False)
     """What was there before and must stay for the rest to make sense."""
     stamp: int
-    serial: int
-
-
-@dataclass(frozen=True, eq=False)
-class Announcement:
-    """A prompt whose prefill is under way; `keys` are of the positions where a hit will be possible."""
-
-    keys: tuple[bytes, ...] = field(repr=False)
     serial: int

@@ -1,9 +1,9 @@
 """One rank's prefix cache: what a prompt may load, what a finished prefill stores.
 
-No row is copied here. A caller looks up, copies up what the `Hit` names, and releases it; or begins a
-store, copies down what the `StorePlan` names, and commits it when the last byte has arrived. In
-between, slots are pinned or belong to the plan, so nobody reads a row that is not whole and nobody
-overwrites one that is read. Nothing here waits: what does not fit is skipped and counted.
+No byte is copied here. A caller looks up, loads what the `Hit` names, and releases it; or begins a
+store, copies what the `StorePlan` names, and commits it when the last byte has arrived. In between,
+host pages and states are pinned or belong to the plan, so nobody reads a row that is not whole and
+nobody overwrites one that is read. Nothing here waits: what does not fit is skipped and counted.
 
 A hit ends at a page border, leaves at least `replay_tokens` tokens to compute, and, for models with
 states, ends where a state was stored.
@@ -12,21 +12,25 @@ states, ends where a state was stored.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from itertools import count
+from typing import Final
 
 import msgspec
 
-from hicache.cache.announcements import Announcements
-from hicache.cache.index import NO_SLOT, PinnedPrefix
-from hicache.cache.miss_log import MissLog
-from hicache.cache.outcomes import Announcement, Hit, Miss, MissReason, StorePlan
-from hicache.cache.pool_slots import PoolSlots
-from hicache.cache.stats import CacheCounts, CacheStats, MissRecord, TopPrefix
+from hicache.cache.index import ABSENT, PinnedPrefix
+from hicache.cache.outcomes import Hit, Miss, MissReason, StorePlan
+from hicache.cache.pool_content import PoolContent
+from hicache.cache.stats import CacheCounts, CacheStats
 from hicache.cache.stores import Stores
-from hicache.keys import PromptKeys, TokenArray, prompt_keys
+from hicache.copies.runs import IndexArray
+from hicache.keys import PromptKeys, prompt_keys
 from hicache.pool.host_pool import HostPool
-from hicache.pool.slot_headers import SlotArray
+from transport.framing import TokenArray
+from transport.messages.cache_report import PrefixMiss, PrefixUse
+
+_KEPT_MISSES: Final = 10
 
 
 class PrefixCache:
@@ -54,10 +58,10 @@ class PrefixCache:
         self._has_states = pool.geometry.state_bytes > 0
         self._page_tokens = page_tokens
         self._replay_tokens = replay_tokens
-        self._slots = PoolSlots(pool, clock)
+        self._content = PoolContent(pool, clock)
         self._counts = CacheCounts()
         self._stores = Stores(
-            self._slots,
+            self._content,
             pool.geometry,
             self._counts,
             page_tokens=page_tokens,
@@ -65,8 +69,8 @@ class PrefixCache:
         )
         self._serials = count()
         self._hits: dict[int, Hit] = {}
-        self._announcements = Announcements()
-        self._misses = MissLog()
+        self._misses: deque[tuple[int, PrefixMiss]] = deque(maxlen=_KEPT_MISSES)
+        """The last ones, with the stamp of each."""
 
     # ---- prompts ------------------------------------------------------------------------------
 
@@ -79,7 +83,6 @@ class PrefixCache:
         return self._has_states
 
     def keys(self, tokens: TokenArray, salt: str = "") -> PromptKeys:
-        """What all other calls take; compute it once per request."""
         return prompt_keys(
             tokens,
             fingerprint=self._geometry.fingerprint,
@@ -135,34 +138,33 @@ class PrefixCache:
             KeyError: it was released before.
         """
         del self._hits[hit.serial]
-        self._slots.unpin(hit.prefix)
+        self._content.unpin(hit.prefix)
 
     def findable_tokens(self, prompt: PromptKeys) -> int:
         """Tokens of the hit that a lookup would give now. Counts and keeps nothing."""
         return len(self._find(prompt)[0].pages) * self._page_tokens
 
     def _find(self, prompt: PromptKeys) -> tuple[PinnedPrefix, int]:
-        """The longest usable prefix, not pinned yet, and how many tokens had pages."""
-        pages = self._slots.index.match(self.hit_keys(prompt))
+        pages = self._content.index.match(self.hit_keys(prompt))
         matched = len(pages) * self._page_tokens
-        state = NO_SLOT
+        state = ABSENT
         if self._has_states:
             pages, state = self._snap_to_state(pages)
         return PinnedPrefix(pages, state), matched
 
-    def _snap_to_state(self, pages: SlotArray) -> tuple[SlotArray, int]:
-        index = self._slots.index
+    def _snap_to_state(self, pages: IndexArray) -> tuple[IndexArray, int]:
+        index = self._content.index
         for end in range(len(pages), 0, -1):
             state = index.state(int(pages[end - 1]))
-            if state != NO_SLOT:
+            if state != ABSENT:
                 return pages[:end], state
-        return pages[:0], NO_SLOT
+        return pages[:0], ABSENT
 
     def _hit(self, prefix: PinnedPrefix, num_tokens: int, matched: int) -> Hit:
         hit = Hit(num_tokens, prefix, matched, next(self._serials))
         self._hits[hit.serial] = hit
-        self._slots.pin(prefix, self._slots.next_stamp())
-        self._slots.index.count_hit(prefix.pages)
+        self._content.pin(prefix, self._content.next_stamp())
+        self._content.index.count_hit(prefix.pages)
         self._counts.hits += 1
         self._counts.hit_tokens += num_tokens
         return hit
@@ -174,14 +176,15 @@ class PrefixCache:
     def _note_miss(
         self, request_id: str, prompt: PromptKeys, hit: int, matched: int, reason: MissReason
     ) -> None:
-        self._misses.note(
-            self._slots.next_stamp(),
-            request_id,
+        miss = PrefixMiss(
+            seconds_ago=0.0,
             prompt_tokens=prompt.num_tokens,
             hit_tokens=hit,
             matched_tokens=matched,
             reason=reason,
+            request_id=request_id,
         )
+        self._misses.append((self._content.next_stamp(), miss))
 
     # ---- storing ------------------------------------------------------------------------------
 
@@ -208,7 +211,6 @@ class PrefixCache:
         return self._stores.begin(keys, ends)
 
     def _anchor_pages(self, prompt: PromptKeys, anchors: Sequence[int] | None) -> list[int]:
-        """How many pages lie before each anchor, most first; none for models without states."""
         if not self._has_states:
             return []
         wanted = self.anchors(prompt.num_tokens) if anchors is None else anchors
@@ -240,39 +242,20 @@ class PrefixCache:
         """Forget everything. Hits go on reading their rows; stores under way will not be served."""
         self._counts.flushes += 1
         self._stores.flush()
-        self._slots.flush()
+        self._content.flush()
 
-    # ---- prefills under way -------------------------------------------------------------------
-
-    def announce(self, prompt: PromptKeys, anchors: Sequence[int] | None = None) -> Announcement:
-        """Say that this prompt is being computed and will be stored with these anchors.
-
-        `withdraw` it when its store is committed or abandoned, or when the prefill is aborted.
-        """
+    def resume_keys(self, prompt: PromptKeys, anchors: Sequence[int] | None = None) -> list[bytes]:
+        """Where a hit can end once this prompt is stored with these anchors: keys of those pages."""
         if not self._has_states:
-            return self._announcements.open(prompt.keys)
-        ends = self._anchor_pages(prompt, anchors)
-        return self._announcements.open([prompt.keys[end - 1] for end in ends])
-
-    def withdraw(self, announcement: Announcement) -> None:
-        """The announced prefill is over, well or not. Idempotent."""
-        self._announcements.close(announcement)
-
-    def is_announced(self, announcement: Announcement) -> bool:
-        """Whether it was not withdrawn."""
-        return self._announcements.is_open(announcement)
-
-    def announced(self, prompt: PromptKeys) -> Iterator[tuple[int, Announcement]]:
-        """Hits that announced prefills will make possible: tokens and who announced it, longest first."""
-        for pages, announcement in self._announcements.along(self.hit_keys(prompt)):
-            yield pages * self._page_tokens, announcement
+            return list(prompt.keys)
+        return [prompt.keys[end - 1] for end in self._anchor_pages(prompt, anchors)]
 
     # ---- for people ---------------------------------------------------------------------------
 
     def stats(self) -> CacheStats:
-        slots, oldest = self._slots, self._slots.index.oldest_use()
-        self._counts.evicted_pages = slots.evicted_pages
-        self._counts.evicted_states = slots.evicted_states
+        content, oldest = self._content, self._content.index.oldest_use()
+        self._counts.evicted_pages = content.evicted_pages
+        self._counts.evicted_states = content.evicted_states
         return CacheStats(
             counts=msgspec.structs.replace(
                 self._counts,
@@ -280,39 +263,37 @@ class PrefixCache:
                 skipped_stores=dict(self._counts.skipped_stores),
             ),
             num_pages=self._geometry.num_pages,
-            pages_used=slots.index.num_pages,
-            pages_free=slots.num_free_pages,
-            pages_pinned=slots.index.num_pinned_pages,
+            pages_used=content.index.num_pages,
+            pages_free=content.pages.num_free,
+            pages_pinned=content.index.num_pinned_pages,
             num_states=self._geometry.num_states,
-            states_used=slots.index.num_states,
-            states_free=slots.num_free_states,
+            states_used=content.index.num_states,
+            states_free=content.states.num_free,
             pending_bytes=self._stores.pending_bytes,
-            oldest_page_seconds=0.0 if oldest is None else slots.seconds_since(oldest),
-            recovered_pages=slots.recovered_pages,
-            recovered_states=slots.recovered_states,
+            oldest_page_seconds=0.0 if oldest is None else content.seconds_since(oldest),
+            recovered_pages=content.recovered_pages,
+            recovered_states=content.recovered_states,
         )
 
-    def top_prefixes(self, limit: int) -> list[TopPrefix]:
+    def top_prefixes(self, limit: int) -> list[PrefixUse]:
+        index = self._content.index
         return [
-            TopPrefix(
-                num_tokens=use.pages * self._page_tokens,
-                hits=use.hits,
-                idle_seconds=self._slots.seconds_since(use.last_use),
-                has_state=use.has_state,
+            PrefixUse(
+                tokens=(index.depth(page) + 1) * self._page_tokens,
+                hits=index.hits(page),
+                idle_seconds=self._content.seconds_since(index.last_use(page)),
+                has_state=index.state(page) != ABSENT,
             )
-            for use in self._slots.index.most_used(limit)
+            for page in index.most_used(limit)
         ]
 
-    def recent_misses(self) -> list[MissRecord]:
+    def recent_misses(self) -> list[PrefixMiss]:
         """Why the last misses missed, newest first; hits that a missing state cut short included, prompts
-        too short for any hit left out."""
-        return self._misses.records(self._slots.seconds_since)
+        too short for any hit left out: they would fill the list and tell nothing."""
+        return [
+            msgspec.structs.replace(miss, seconds_ago=self._content.seconds_since(stamp))
+            for stamp, miss in reversed(self._misses)
+        ]
 
     def check_integrity(self) -> None:
-        """Verify everything, O(slots): for tests and idle moments.
-
-        Raises:
-            AssertionError: something is wrong; the message says what.
-        """
         self._stores.check_integrity([hit.prefix for hit in self._hits.values()])
-        self._announcements.check_integrity()

@@ -1,4 +1,4 @@
-"""Counters of the prefix cache and what people are shown of it."""
+"""What the prefix cache counts, and how full it is."""
 
 from __future__ import annotations
 
@@ -50,23 +50,3 @@ class CacheStats(msgspec.Struct, frozen=True):
     recovered_pages: int
     """Pages that an earlier process left in the pool."""
     recovered_states: int
-
-
-class TopPrefix(msgspec.Struct, frozen=True):
-    """A prefix that many hits used."""
-
-    num_tokens: int
-    hits: int
-    idle_seconds: float
-    has_state: bool
-
-
-class MissRecord(msgspec.Struct, frozen=True):
-    """One lookup that loaded nothing, or less than there was."""
-
-    seconds_ago: float
-    prompt_tokens: int
-    hit_tokens: int
-    matched_tokens: int
-    reason: str
-    request_id: str

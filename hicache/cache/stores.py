@@ -1,4 +1,4 @@
-"""Stores under way: which rows of a finished prefill go into which slots, and what becomes of them.
+"""Stores under way: which pages and states of a finished prefill go where, and what becomes of them.
 
 A prefix is served only when all of it is whole. So a store leaves out the pages that are there or that
 another store is copying, and what it copied is dropped if the pages before it did not come.
@@ -12,19 +12,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hicache.cache.index import NO_SLOT, PinnedPrefix
+from hicache.cache.index import ABSENT, PinnedPrefix
 from hicache.cache.outcomes import AnchorState, SkipReason, StorePlan
-from hicache.cache.pool_slots import PoolSlots
+from hicache.cache.pool_content import PoolContent
 from hicache.cache.stats import CacheCounts
+from hicache.copies.runs import IndexArray
 from hicache.pool.host_pool import PoolGeometry
-from hicache.pool.slot_headers import SlotArray
 
 
 class _Rows(NamedTuple):
     """What to store of a prompt."""
 
-    pages: list[int]
-    """Indexes of pages."""
+    blocks: list[int]
+    """Which pages of the prompt."""
     ends: list[int]
     """Pages before each state, most first."""
 
@@ -37,14 +37,14 @@ class Stores:
 
     def __init__(
         self,
-        slots: PoolSlots,
+        content: PoolContent,
         geometry: PoolGeometry,
         counts: CacheCounts,
         *,
         page_tokens: int,
         max_pending_bytes: int,
     ) -> None:
-        self._slots = slots
+        self._content = content
         self._geometry = geometry
         self._has_states = geometry.state_bytes > 0
         self._counts = counts
@@ -63,7 +63,7 @@ class Stores:
         return self._pending_bytes
 
     def begin(self, keys: tuple[bytes, ...], ends: list[int]) -> StorePlan | None:
-        """Plan a store and take slots for it.
+        """Plan a store and take the pages and states for it.
 
         Args:
             keys: of the pages to store.
@@ -72,12 +72,12 @@ class Stores:
         Returns:
             None: there is nothing to copy, or it was skipped and counted.
         """
-        stamp = self._slots.next_stamp()
-        prefix = PinnedPrefix(self._slots.index.match(keys), NO_SLOT)
-        self._slots.pin(prefix, stamp)
+        stamp = self._content.next_stamp()
+        prefix = PinnedPrefix(self._content.index.match(keys), ABSENT)
+        self._content.pin(prefix, stamp)
         rows = self._choose(keys, ends, len(prefix.pages))
         num_bytes = (
-            len(rows.pages) * self._geometry.page_bytes
+            len(rows.blocks) * self._geometry.page_bytes
             + len(rows.ends) * self._geometry.state_bytes
         )
         # A prompt larger than the limit may go, alone.
@@ -85,16 +85,16 @@ class Stores:
             self._skip(SkipReason.PENDING)
             rows = _NOTHING
         if rows == _NOTHING:
-            self._slots.unpin(prefix)
+            self._content.unpin(prefix)
             return None
-        page_slots = self._slots.take_pages(len(rows.pages))
-        state_slots = self._slots.take_states(len(rows.ends)).tolist()
+        host_pages = self._content.take_pages(len(rows.blocks))
+        host_states = self._content.take_states(len(rows.ends)).tolist()
         plan = StorePlan(
-            page_indexes=np.array(rows.pages, np.int32),
-            page_slots=page_slots,
+            blocks=np.array(rows.blocks, np.int32),
+            host_pages=host_pages,
             states=tuple(
-                AnchorState(end * self._page_tokens, slot)
-                for end, slot in zip(rows.ends, state_slots, strict=True)
+                AnchorState(end * self._page_tokens, state)
+                for end, state in zip(rows.ends, host_states, strict=True)
             ),
             num_bytes=num_bytes,
             keys=keys,
@@ -109,9 +109,8 @@ class Stores:
         return plan
 
     def _choose(self, keys: tuple[bytes, ...], ends: list[int], stored: int) -> _Rows:
-        """What to copy of a prompt whose first `stored` pages are there, as far as there is room."""
         pages = [n for n in range(stored, len(keys)) if keys[n] not in self._storing_pages]
-        room = self._slots.room_for_pages
+        room = self._content.room_for_pages
         if self._has_states:
             reach = pages[room] if len(pages) > room else len(keys)
             return self._choose_with_states(keys, ends, pages, reach)
@@ -122,12 +121,12 @@ class Stores:
     def _choose_with_states(
         self, keys: tuple[bytes, ...], ends: list[int], pages: list[int], reach: int
     ) -> _Rows:
-        """As above. Only the first `reach` pages have room, and pages past the last state are of no use."""
+        # Only the first `reach` pages have room, and pages past the last state are of no use.
         missing = [end for end in ends if not self._has_state(keys[end - 1])]
         fitting = [end for end in missing if end <= reach]
         if len(fitting) < len(missing):
             self._skip(self._why_no_room(keys))
-        chosen = fitting[: self._slots.room_for_states]
+        chosen = fitting[: self._content.room_for_states]
         if len(chosen) < len(fitting):
             self._skip(SkipReason.STATES_PINNED)
         if not chosen:
@@ -139,8 +138,8 @@ class Stores:
         return SkipReason.TOO_LONG if too_long else SkipReason.PAGES_PINNED
 
     def _has_state(self, key: bytes) -> bool:
-        page = self._slots.index.page(key)
-        stored = page != NO_SLOT and self._slots.index.state(page) != NO_SLOT
+        page = self._content.index.page(key)
+        stored = page != ABSENT and self._content.index.state(page) != ABSENT
         return stored or key in self._storing_states
 
     def commit(self, plan: StorePlan) -> None:
@@ -153,31 +152,29 @@ class Stores:
             states = [
                 state
                 for state, key in zip(plan.states, self._state_keys(plan), strict=True)
-                if self._slots.publish_state(state.slot, key, plan.stamp)
+                if self._content.publish_state(state.host_state, key, plan.stamp)
             ]
-            if (num_pages, len(states)) != (len(plan.page_slots), len(plan.states)):
+            if (num_pages, len(states)) != (len(plan.host_pages), len(plan.states)):
                 self._skip(SkipReason.PREFIX_LOST)
         self._counts.stored_pages += num_pages
         self._counts.stored_states += len(states)
-        self._leave(plan, plan.page_slots[num_pages:], [s for s in plan.states if s not in states])
+        self._leave(plan, plan.host_pages[num_pages:], [s for s in plan.states if s not in states])
 
     def abandon(self, plan: StorePlan) -> None:
         self._end(plan)
         self._skip(SkipReason.COPY_FAILED)
-        self._leave(plan, plan.page_slots, plan.states)
+        self._leave(plan, plan.host_pages, plan.states)
 
     def flush(self) -> None:
-        """What is under way now will not be served."""
         self._flushed_plans.update(self._plans)
         self._storing_pages.clear()
         self._storing_states.clear()
 
     def _publish_pages(self, plan: StorePlan) -> int:
-        indexes = plan.page_indexes.tolist()
-        return self._slots.publish_pages(
-            plan.page_slots,
+        return self._content.publish_pages(
+            plan.host_pages,
             _page_keys(plan),
-            [plan.keys[page - 1] if page else None for page in indexes],
+            [plan.keys[block - 1] if block else None for block in plan.blocks.tolist()],
             plan.stamp,
         )
 
@@ -188,11 +185,10 @@ class Stores:
             self._storing_pages.difference_update(_page_keys(plan))
             self._storing_states.difference_update(self._state_keys(plan))
 
-    def _leave(self, plan: StorePlan, pages: SlotArray, states: Sequence[AnchorState]) -> None:
-        """Free what was not published, and let go of the rest."""
-        self._slots.free_pages(pages)
-        self._slots.free_states(np.array([state.slot for state in states], np.int32))
-        self._slots.unpin(plan.prefix)
+    def _leave(self, plan: StorePlan, pages: IndexArray, states: Sequence[AnchorState]) -> None:
+        self._content.pages.free(pages)
+        self._content.states.free(state.host_state for state in states)
+        self._content.unpin(plan.prefix)
         self._flushed_plans.discard(plan.serial)
 
     def _state_keys(self, plan: StorePlan) -> list[bytes]:
@@ -202,16 +198,11 @@ class Stores:
         self._counts.skipped_stores[reason] = self._counts.skipped_stores.get(reason, 0) + 1
 
     def check_integrity(self, reading: Sequence[PinnedPrefix]) -> None:
-        """Verify the plans, and the pool with them; `reading` is what else is pinned.
-
-        Raises:
-            AssertionError: something is wrong; the message says what.
-        """
         plans = list(self._plans.values())
-        pages = [slot for plan in plans for slot in plan.page_slots.tolist()]
-        states = [state.slot for plan in plans for state in plan.states]
+        pages = [page for plan in plans for page in plan.host_pages.tolist()]
+        states = [state.host_state for plan in plans for state in plan.states]
         pinned = [*reading, *(plan.prefix for plan in plans)]
-        self._slots.check_integrity(pinned, np.array(pages, np.int32), np.array(states, np.int32))
+        self._content.check_integrity(pinned, pages, states)
         live = [plan for plan in plans if plan.serial not in self._flushed_plans]
         if sorted(k for p in live for k in _page_keys(p)) != sorted(self._storing_pages):
             raise AssertionError("a page is being stored twice, or not by a plan")
@@ -224,4 +215,4 @@ class Stores:
 
 
 def _page_keys(plan: StorePlan) -> list[bytes]:
-    return [plan.keys[page] for page in plan.page_indexes.tolist()]
+    return [plan.keys[block] for block in plan.blocks.tolist()]

@@ -1,18 +1,19 @@
-"""Copies of rows between a device pool and the host pool.
-
-A device row may be longer than its host row: of a state, only the first part is kept. The calls
-return at once where the device works on its own; a copy is over when its `PendingCopy` says so.
-"""
+"""Copies between rows here and rows there: what every copier promises, and the copier within a host's
+memory."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Literal, Protocol
 
+from hicache.copies.rows import HostRows
 from hicache.copies.runs import IndexArray, merge_runs
-from hicache.pool.host_pool import RowArray
+
+Direction = Literal["load", "store"]
+LINK_DIRECTION: Final[Mapping[Direction, Literal["up", "down"]]] = {"load": "up", "store": "down"}
+"""What metrics and reports call it: up to the device, down from it."""
 
 
 class PendingCopy(Protocol):
@@ -28,20 +29,21 @@ class PendingCopy(Protocol):
 
 
 class RowCopier(Protocol):
-    """Copies between the rows of one device pool and one host pool."""
+    """Copies between `Rows` here and `Rows` there. A call returns at once where a device copies on its
+    own; the copy is over when its `PendingCopy` says so."""
 
-    def upload(self, device_rows: IndexArray, host_rows: IndexArray) -> PendingCopy:
-        """Copy host row `host_rows[i]` into device row `device_rows[i]`, for all i.
+    def load(self, here: IndexArray, there: IndexArray) -> PendingCopy:
+        """Copy row `there[i]` there into row `here[i]` here, for all i.
 
-        What the device runs later reads the new rows. Host rows must stay as they are until `done`.
+        What the device runs later reads the new rows. The rows there must stay as they are until `done`.
 
         Raises:
-            HostPoolError: the device refuses.
+            HostPoolError: the device refuses; no byte is under way.
         """
         ...
 
-    def download(self, device_rows: IndexArray, host_rows: IndexArray) -> PendingCopy:
-        """Copy device row `device_rows[i]` into host row `host_rows[i]`, for all i.
+    def store(self, here: IndexArray, there: IndexArray) -> PendingCopy:
+        """Copy row `here[i]` here into row `there[i]` there, for all i.
 
         It reads what the device wrote before the call. `before_overwrite` keeps it apart from what
         the device runs later.
@@ -51,8 +53,8 @@ class RowCopier(Protocol):
         """
         ...
 
-    def before_overwrite(self, device_rows: IndexArray) -> None:
-        """What the device runs from now on may overwrite these rows: it waits for their downloads."""
+    def before_overwrite(self, here: IndexArray) -> None:
+        """What the device runs from now on may overwrite these rows: it waits for their stores."""
         ...
 
 
@@ -71,35 +73,30 @@ class Done:
 
 
 def copy_now(copy: Callable[[], None]) -> Done:
-    """Make a copy that is over when `copy` returns."""
     started = time.perf_counter()
     copy()
     return Done(time.perf_counter() - started)
 
 
-class CpuRowCopier:
-    """Both pools are host memory; a copy is over when its call returns."""
+class HostRowCopier:
+    """Both sides are host memory; a copy is over when its call returns."""
 
-    def __init__(self, device_rows: RowArray, host_rows: RowArray) -> None:
-        """Args:
-        device_rows: uint8, shape [rows, at least the host row's bytes].
-        host_rows: uint8, shape [slots, bytes].
-        """
-        self._host = host_rows
-        self._device = device_rows[:, : host_rows.shape[1]]
+    def __init__(self, here: HostRows, there: HostRows) -> None:
+        self._here = here.memory
+        self._there = there.memory
 
-    def upload(self, device_rows: IndexArray, host_rows: IndexArray) -> PendingCopy:
+    def load(self, here: IndexArray, there: IndexArray) -> PendingCopy:
         def copy() -> None:
-            for device, host, length in zip(*merge_runs(device_rows, host_rows), strict=True):
-                self._device[device : device + length] = self._host[host : host + length]
+            for near, far, length in zip(*merge_runs(here, there), strict=True):
+                self._here[near : near + length] = self._there[far : far + length]
 
         return copy_now(copy)
 
-    def download(self, device_rows: IndexArray, host_rows: IndexArray) -> PendingCopy:
+    def store(self, here: IndexArray, there: IndexArray) -> PendingCopy:
         def copy() -> None:
-            for device, host, length in zip(*merge_runs(device_rows, host_rows), strict=True):
-                self._host[host : host + length] = self._device[device : device + length]
+            for near, far, length in zip(*merge_runs(here, there), strict=True):
+                self._there[far : far + length] = self._here[near : near + length]
 
         return copy_now(copy)
 
-    def before_overwrite(self, device_rows: IndexArray) -> None: ...
+    def before_overwrite(self, here: IndexArray) -> None: ...

@@ -11,24 +11,24 @@ IndexArray = npt.NDArray[np.int32]
 
 
 class RowRuns(NamedTuple):
-    """Runs of rows: device rows `device[i]` .. `device[i] + length[i] - 1` pair with the host rows
-    from `host[i]` on. int64, shape [runs] each."""
+    """Runs of rows: the rows `here[i]` .. `here[i] + length[i] - 1` pair with those from `there[i]` on.
+    int64, shape [runs] each."""
 
-    device: npt.NDArray[np.int64]
-    host: npt.NDArray[np.int64]
+    here: npt.NDArray[np.int64]
+    there: npt.NDArray[np.int64]
     length: npt.NDArray[np.int64]
 
 
-def merge_runs(device_rows: IndexArray, host_rows: IndexArray) -> RowRuns:
+def merge_runs(here: IndexArray, there: IndexArray) -> RowRuns:
     """Merge pairs of rows, int32 [n] each, into the fewest runs, whatever order the pairs come in.
 
     Pairs can share a run when their rows are equally far apart on both sides, so sorted by that
     distance and then by row, the pairs of a run follow each other.
     """
-    device, host = device_rows.astype(np.int64), host_rows.astype(np.int64)
-    order = np.lexsort((host, device - host))
-    device, host = device[order], host[order]
-    follows = (np.diff(device) == 1) & (np.diff(host) == 1)
-    starts = np.flatnonzero(np.concatenate(([True], ~follows))) if len(host) else order
-    lengths = np.diff(np.append(starts, len(host)))
-    return RowRuns(device[starts], host[starts], lengths)
+    near, far = here.astype(np.int64), there.astype(np.int64)
+    order = np.lexsort((far, near - far))
+    near, far = near[order], far[order]
+    follows = (np.diff(near) == 1) & (np.diff(far) == 1)
+    starts = np.flatnonzero(np.concatenate(([True], ~follows))) if len(far) else order
+    lengths = np.diff(np.append(starts, len(far)))
+    return RowRuns(near[starts], far[starts], lengths)

@@ -1,11 +1,11 @@
-"""One rank's host pool: a self-describing segment of page rows and state rows.
+"""One rank's host pool: a self-describing segment of host pages and host states, each a row of bytes.
 
 Layout, all offsets in bytes from the start of the segment:
 
     0                   what the pool is made for (magic, version, fingerprint, sizes)
-    4096                headers of the page slots, then headers of the state slots, 64 bytes each
-    next multiple of 4096   page rows, packed: neighbouring slots are one run of bytes
-    next multiple of 4096   state rows, packed
+    4096                headers of the pages, then headers of the states, 64 bytes each
+    next multiple of 4096   pages, packed: neighbours are one run of bytes
+    next multiple of 4096   states, packed
 
 A pool that was made for anything else is wiped, never served.
 """
@@ -21,13 +21,12 @@ from hashlib import blake2b
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from hicache.copies.rows import HostRows, RowArray
 from hicache.errors import HostPoolError
-from hicache.pool.segment import GIB, reserve_segment
-from hicache.pool.slot_headers import HEADER_DTYPE, PAGE_KIND, STATE_KIND, HeaderTable
-
-RowArray = npt.NDArray[np.uint8]
+from hicache.pool.headers import HEADER_DTYPE, PAGE_KIND, STATE_KIND, HeaderTable
+from hicache.pool.segment import reserve_segment
+from transport.wording import GIB
 
 _ALIGNMENT: Final = 4096
 _MAGIC: Final = b"DIHICACH"
@@ -71,20 +70,19 @@ class PoolGeometry:
         return cls(fingerprint, page_bytes, budget_bytes // page_bytes, state_bytes, states)
 
     @property
-    def page_rows_offset(self) -> int:
+    def pages_offset(self) -> int:
         headers = (self.num_pages + self.num_states) * HEADER_DTYPE.itemsize
         return _aligned(_ALIGNMENT + headers)
 
     @property
-    def state_rows_offset(self) -> int:
-        return _aligned(self.page_rows_offset + self.num_pages * self.page_bytes)
+    def states_offset(self) -> int:
+        return _aligned(self.pages_offset + self.num_pages * self.page_bytes)
 
     @property
     def total_bytes(self) -> int:
-        return _aligned(self.state_rows_offset + self.num_states * self.state_bytes)
+        return _aligned(self.states_offset + self.num_states * self.state_bytes)
 
     def identity(self) -> bytes:
-        """What stands at the start of a pool of this geometry."""
         return _IDENTITY.pack(
             _MAGIC,
             _VERSION,
@@ -115,16 +113,14 @@ class HostPool:
             raise
         self.memory: RowArray = np.frombuffer(self._map, np.uint8)
         """The whole segment, for page-locking."""
-        self.page_rows = self._rows(
-            geometry.page_rows_offset, geometry.num_pages, geometry.page_bytes
+        self.pages = HostRows.packed(
+            self.memory[geometry.pages_offset :], geometry.page_bytes, geometry.num_pages
         )
-        """Shape [num_pages, page_bytes]."""
-        self.state_rows = self._rows(
-            geometry.state_rows_offset, geometry.num_states, geometry.state_bytes
+        self.states = HostRows.packed(
+            self.memory[geometry.states_offset :], geometry.state_bytes, geometry.num_states
         )
-        """Shape [num_states, state_bytes]."""
-        self.pages = self._headers(0, geometry.num_pages, PAGE_KIND)
-        self.states = self._headers(geometry.num_pages, geometry.num_states, STATE_KIND)
+        self.page_headers = self._headers(0, geometry.num_pages, PAGE_KIND)
+        self.state_headers = self._headers(geometry.num_pages, geometry.num_states, STATE_KIND)
         identity = geometry.identity()
         self.recovered = self._map[: len(identity)] == identity
         """Whether this pool existed before, so that its valid rows can be served."""
@@ -137,25 +133,19 @@ class HostPool:
         Raises:
             BufferError: somebody still holds a view of the rows.
         """
-        empty = np.empty((0, 0), np.uint8)
-        self.memory = self.page_rows = self.state_rows = empty
-        headers = np.empty(0, HEADER_DTYPE)
-        self.pages, self.states = (
-            HeaderTable(headers, PAGE_KIND),
-            HeaderTable(headers, STATE_KIND),
-        )
+        self.memory = np.empty(0, np.uint8)
+        self.pages = self.states = HostRows.of(np.empty((0, 0), np.uint8))
+        self.page_headers.let_go()
+        self.state_headers.let_go()
         self._map.close()
         os.close(self._lock)
 
     def _format(self, identity: bytes) -> None:
         # While the tables are cleared the pool must not look like any pool.
         self._map[: len(identity)] = bytes(len(identity))
-        self.pages.clear()
-        self.states.clear()
+        self.page_headers.clear()
+        self.state_headers.clear()
         self._map[: len(identity)] = identity
-
-    def _rows(self, offset: int, count: int, row_bytes: int) -> RowArray:
-        return self.memory[offset : offset + count * row_bytes].reshape(count, row_bytes)
 
     def _headers(self, first: int, count: int, kind: int) -> HeaderTable:
         offset = _ALIGNMENT + first * HEADER_DTYPE.itemsize

@@ -1,4 +1,4 @@
-"""Free slots kept as runs of neighbours, so that a prefix gets few, long runs and copies merge."""
+"""Free rows kept as runs of neighbours, so that a prefix gets few, long runs and copies merge."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from hicache.pool.slot_headers import SlotArray
+from hicache.copies.runs import IndexArray
 
 
 class RunAllocator:
-    """Hands out slots of 0 .. count-1, O(1) a run.
+    """Hands out rows of 0 .. count-1, O(1) a run.
 
     Free runs lie in classes by the bit length of their size. A request gets the tightest run that
     holds all of it, as far as the classes tell; else the longest runs there are.
@@ -20,7 +20,7 @@ class RunAllocator:
         self._count = count
         self._taken = np.ones(count, dtype=np.bool_)
         self._length_at: dict[int, int] = {}
-        self._start_before: dict[int, int] = {}  # by the slot after the run
+        self._start_before: dict[int, int] = {}  # by the row after the run
         self._classes: list[dict[int, None]] = [{} for _ in range(count.bit_length() + 1)]
         self._num_free = 0
         free = np.ones(count, dtype=np.bool_)
@@ -31,8 +31,8 @@ class RunAllocator:
     def num_free(self) -> int:
         return self._num_free
 
-    def take(self, count: int) -> SlotArray:
-        """Hand out `count` slots, in ascending order within each run.
+    def take(self, count: int) -> IndexArray:
+        """Hand out `count` rows, in ascending order within each run.
 
         Raises:
             IndexError: fewer are free (nothing is taken then).
@@ -49,22 +49,22 @@ class RunAllocator:
                 self._add(start + size, length - size)
             parts.append(np.arange(start, start + size, dtype=np.int32))
             left -= size
-        slots = np.concatenate(parts)
-        self._taken[slots] = True
+        rows = np.concatenate(parts)
+        self._taken[rows] = True
         self._num_free -= count
-        return slots
+        return rows
 
-    def give_back(self, slots: SlotArray) -> None:
-        """Return slots.
+    def give_back(self, rows: IndexArray) -> None:
+        """Return rows.
 
         Raises:
             KeyError: one of them was not handed out, or comes twice.
         """
-        if not len(slots):
+        if not len(rows):
             return
-        ordered = np.sort(slots)
+        ordered = np.sort(rows)
         if not self._taken[ordered].all() or not np.diff(ordered).all():
-            raise KeyError("a slot was given back that is free already")
+            raise KeyError("a row was given back that is free already")
         self._taken[ordered] = False
         self._num_free += len(ordered)
         for run in np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1):
@@ -77,19 +77,14 @@ class RunAllocator:
             self._add(start, length)
 
     def check_integrity(self, owned: Iterable[int]) -> None:
-        """Compare with what the owners say they own.
-
-        Raises:
-            AssertionError: a slot is lost, owned twice, or free and owned.
-        """
         owners = list(owned)
         free = [
-            slot for start, size in self._length_at.items() for slot in range(start, start + size)
+            row for start, size in self._length_at.items() for row in range(start, start + size)
         ]
         if sorted(owners + free) != list(range(self._count)):
-            raise AssertionError("a slot is lost, has two owners, or is both free and owned")
+            raise AssertionError("a row is lost, has two owners, or is both free and owned")
         if set(np.flatnonzero(self._taken).tolist()) != set(owners) or len(free) != self._num_free:
-            raise AssertionError("the count of free slots is wrong")
+            raise AssertionError("the count of free rows is wrong")
         ends = {start + size: start for start, size in self._length_at.items()}
         if ends != self._start_before or ends.keys() & self._length_at.keys():
             raise AssertionError("neighbouring free runs are not merged")

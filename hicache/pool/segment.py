@@ -12,8 +12,8 @@ import resource
 from typing import Final
 
 from hicache.errors import HostPoolError
+from transport.wording import GIB
 
-GIB: Final = 1 << 30
 _RESERVE_STEP: Final = GIB
 """A signal undoes one reserving call, so none may take long."""
 _BLOCK: Final = 512
@@ -67,11 +67,6 @@ def reserve_segment(fd: int, num_bytes: int, available_bytes: int) -> None:
 
 
 def check_segment(fd: int, num_bytes: int, available_bytes: int) -> None:
-    """Whether `reserve_segment` would find room now. Takes nothing.
-
-    Raises:
-        HostPoolError: it would not.
-    """
     wanted = num_bytes - min(os.fstat(fd).st_blocks * _BLOCK, num_bytes)
     if wanted > available_bytes:
         raise _too_large(num_bytes, f"{available_bytes / GIB:.2f} GiB are available")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.chaos_causes import EARLY_SECONDS, NOTICE_SECONDS, Failure, Loss, find_cause
-from benchmarks.chaos_requests import Answer, Asked
+from benchmarks.chaos.causes import EARLY_SECONDS, NOTICE_SECONDS, Loss, find_cause
+from benchmarks.clients.requests import Answer, Asked, Failure
 
 LOST_AT = 100.0
 

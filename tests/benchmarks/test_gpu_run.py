@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import gpu
 from benchmarks.gpu import Part, make_parts
-from benchmarks.prefix_ttft import served_options
+from benchmarks.servers import served_options
 from daemon.configuration.config import InstanceConfig
 
 PART = """
@@ -60,8 +60,8 @@ def test_what_is_measured_are_options_and_models_that_exist(tmp_path):
     measured = make_parts(tmp_path, models, v41_layers=18, repeats=3)
     assert [part.command[0] for part in measured] == [
         "daemon.cli.main",
-        "benchmarks.prefix_ttft",
-        "benchmarks.prefix_ttft",
+        "benchmarks.prefix.ttft",
+        "benchmarks.prefix.ttft",
     ]
     for part in measured[1:]:
         given = dict(zip(part.command[1::2], part.command[2::2], strict=True))

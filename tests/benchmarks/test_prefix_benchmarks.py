@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from benchmarks.agent_trace import TraceShape, make_trace
-from benchmarks.prefix_ttft import served_options
+from benchmarks.agent.trace import TraceShape, make_trace
+from benchmarks.servers import served_options
 from daemon.cli.check.sample_text import SampleText
 
 SHAPE = TraceShape(

@@ -11,8 +11,11 @@ import msgspec
 import zmq
 
 from transport.child import EXIT_FATAL, ProcessSettings, enter_process
-from transport.links.daemon import DaemonLink, LinkError, SocketTelemetry
-from transport.messages.control import Drain, InstanceStatus, PeerLost, StatusHeld
+from transport.links.daemon import DaemonLink
+from transport.links.errors import LinkError
+from transport.messages.any import ANY_MESSAGE
+from transport.messages.from_daemon import Drain, InstanceStatus, PeerLost
+from transport.messages.to_daemon import StatusHeld
 from transport.telemetry.metrics import MetricSet
 
 
@@ -37,8 +40,8 @@ def main() -> int:
             while unconfirmed:
                 link.post(StatusHeld(unconfirmed.pop(0)))
 
-    def hear(received) -> None:
-        match received.message:
+    def hear(message, _frames) -> None:
+        match message:
             case InstanceStatus(state, reason, serial):
                 note(settings, f"status {state} {reason}")
                 unconfirmed.append(serial)
@@ -51,9 +54,9 @@ def main() -> int:
                 note(settings, type(other).__name__ + " " + getattr(other, "name", ""))
 
     context = zmq.Context()
-    link = DaemonLink(context, settings.process, MetricSet(), SocketTelemetry(), hear)
+    link = DaemonLink(context, settings.process, MetricSet(), ANY_MESSAGE)
     try:
-        link.start()
+        link.start(hear)
     except LinkError as error:
         note(settings, f"refused {error}")
         return 1

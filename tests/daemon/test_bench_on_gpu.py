@@ -6,8 +6,8 @@ import msgspec
 import pytest
 import torch
 
-from daemon.cli.bench.page_copy import page_copy
-from daemon.cli.bench.page_copy_report import Report
+from daemon.cli.bench.page_copy.command import page_copy
+from daemon.cli.bench.page_copy.report import Report
 
 pytestmark = [
     pytest.mark.gpu,

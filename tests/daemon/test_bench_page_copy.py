@@ -4,7 +4,6 @@ GPU. With one, `tests/daemon/test_bench_on_gpu.py` runs it."""
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 from random import Random
 from unittest.mock import MagicMock
@@ -15,14 +14,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from daemon.cli.bench import page_copy_gpu
-from daemon.cli.bench.page_copy_cases import (
+from daemon.cli.bench.page_copy import command, gpu
+from daemon.cli.bench.page_copy.cases import (
     all_cases,
     churned_prompts,
     fresh_prompts,
     scattered_rows,
 )
-from daemon.cli.bench.page_copy_report import (
+from daemon.cli.bench.page_copy.report import (
     CopyFigures,
     Rates,
     Report,
@@ -34,9 +33,6 @@ from daemon.cli.main import main
 from daemon.errors import DeepInferError
 from hicache.copies.runs import merge_runs
 
-# The package's attribute of this name is the command itself.
-command = importlib.import_module("daemon.cli.bench.page_copy")
-
 
 @pytest.fixture(scope="module")
 def cases():
@@ -46,8 +42,8 @@ def cases():
 def test_no_row_is_both_loaded_and_stored(cases):
     """Else copies in both directions at once would race."""
     for case in cases:
-        for side, count in (("device", case.device_rows), ("host", case.host_rows)):
-            rows = np.concatenate([getattr(case.up, side), getattr(case.down, side)])
+        for side, count in (("here", case.device_rows), ("there", case.host_rows)):
+            rows = np.concatenate([getattr(case.load, side), getattr(case.store, side)])
             assert len(np.unique(rows)) == len(rows)
             assert rows.min() >= 0
             assert rows.max() < count
@@ -57,22 +53,22 @@ def test_no_row_is_both_loaded_and_stored(cases):
 def test_every_run_of_the_benchmark_copies_the_same_rows(cases):
     for first, again in zip(cases, all_cases(), strict=True):
         assert first.name == again.name
-        for one, other in ((first.up, again.up), (first.down, again.down)):
-            np.testing.assert_array_equal(one.device, other.device)
-            np.testing.assert_array_equal(one.host, other.host)
+        for one, other in ((first.load, again.load), (first.store, again.store)):
+            np.testing.assert_array_equal(one.here, other.here)
+            np.testing.assert_array_equal(one.there, other.there)
 
 
 def test_a_fresh_pool_gives_one_run_and_a_churned_one_many():
     fresh, churned = fresh_prompts(), churned_prompts(Random(1))
-    assert len(fresh.up.device) == len(churned.up.device) == 32 * 1024 // 128
-    assert len(merge_runs(*fresh.up).length) == len(merge_runs(*fresh.down).length) == 1
-    assert len(merge_runs(*churned.up).length) > 4
+    assert len(fresh.load.here) == len(churned.load.here) == 32 * 1024 // 128
+    assert len(merge_runs(*fresh.load).length) == len(merge_runs(*fresh.store).length) == 1
+    assert len(merge_runs(*churned.load).length) > 4
     assert churned.mean_run_bytes() < fresh.mean_run_bytes() / 4
 
 
 def test_scattered_rows_stay_single_and_within_bounds():
     case = scattered_rows(1 << 20, Random(2))
-    assert len(case.up.device) * case.row_bytes == 512 << 20
+    assert len(case.load.here) * case.row_bytes == 512 << 20
     assert case.mean_run_bytes() < 1.1 * case.row_bytes
 
 
@@ -132,9 +128,9 @@ def test_a_decode_keeps_its_two_streams(monkeypatch):
     entered: list[object] = []
     cuda.stream = lambda where: contextlib.nullcontext(entered.append(where))
     monkeypatch.setattr(torch, "cuda", cuda)
-    monkeypatch.setattr(page_copy_gpu, "DECODE_LAYERS", 1)
-    monkeypatch.setattr(page_copy_gpu, "DECODE_WIDTH", 8)
-    decode = page_copy_gpu.DecodeLoad(torch.device("cpu"))
+    monkeypatch.setattr(gpu, "DECODE_LAYERS", 1)
+    monkeypatch.setattr(gpu, "DECODE_WIDTH", 8)
+    decode = gpu.DecodeLoad(torch.device("cpu"))
     within = []
     for _ in range(3):
         decode.step_seconds(lambda: within.append(entered[-1]))
@@ -172,7 +168,7 @@ def test_a_gpu_that_torch_cannot_use_is_a_sentence_too(monkeypatch, capsys, tmp_
 def test_the_file_holds_all_figures(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(command, "nvidia_devices", lambda: ["0"])
     monkeypatch.setattr(
-        "daemon.cli.bench.page_copy_gpu.measure_page_copies", lambda index, progress: REPORT
+        "daemon.cli.bench.page_copy.gpu.measure_page_copies", lambda index, progress: REPORT
     )
     command.page_copy(json=tmp_path / "figures.json")
     assert msgspec.json.decode((tmp_path / "figures.json").read_bytes(), type=Report) == REPORT

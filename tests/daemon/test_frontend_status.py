@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from daemon.instance.frontend_status import CONFIRM_SECONDS, FrontendStatus
-from transport.messages.control import InstanceStatus
+from transport.messages.from_daemon import InstanceStatus
 
 A, B = "frontend/0", "frontend/1"
 

@@ -9,7 +9,8 @@ import pytest
 from daemon.configuration.config import InstanceConfig
 from daemon.errors import ConfigurationError
 from daemon.instance import host_pools
-from daemon.instance.host_pools import GIB, HostPools, check_pools, pool_bytes
+from daemon.instance.host_pools import HostPools, check_pools, pool_bytes
+from transport.wording import GIB
 
 
 @pytest.fixture

@@ -40,6 +40,7 @@ from transport.messages.cache_report import CacheContent, PrefixMiss, PrefixUse
 from transport.messages.generate import StageTimes
 from transport.messages.telemetry import RequestRow, Snapshot
 from transport.sockets import Endpoints
+from transport.telemetry import catalog
 from transport.telemetry.metrics import MetricSet
 from transport.telemetry.values import QueueStats, SocketStats
 
@@ -68,7 +69,7 @@ class FakeDaemon:
         self._bound.set()
         while not self._end.is_set():
             poller.poll(20)
-            server.handle_incoming(self)
+            server.handle_incoming(self, self)
         server.close()
         context.term()
 
@@ -88,7 +89,7 @@ class FakeDaemon:
 
 def router_snapshot(requests=()):
     metrics = MetricSet()
-    metrics.gauge("router_requests", "queued").set(len(requests))
+    metrics.gauge(catalog.ROUTER_REQUESTS, "queued").set(len(requests))
     return Snapshot(
         ProcessName("router"),
         os.getpid(),
@@ -114,7 +115,11 @@ def waiting_request(number):
 
 def worker_snapshot():
     metrics = MetricSet()
-    for name, value in [("kv_pages_used", 512), ("kv_pages", 2048), ("sequence_slots", 32)]:
+    for name, value in [
+        (catalog.KV_PAGES_USED, 512),
+        (catalog.KV_PAGES, 2048),
+        (catalog.SEQUENCE_SLOTS, 32),
+    ]:
         metrics.gauge(name).set(value)
     return Snapshot(
         ProcessName("worker/0"), os.getpid(), "ready", "", 1, gauges=metrics.read_gauges()
@@ -244,7 +249,7 @@ def test_processes(daemon, capsys):
 
 def test_gpu_memory_is_shown_where_there_is_a_gpu(make_child, make_view):
     metrics = MetricSet()
-    metrics.gauge("gpu_memory_bytes").set(3 * 2**30)
+    metrics.gauge(catalog.GPU_MEMORY_BYTES).set(3 * 2**30)
     snapshot = msgspec.structs.replace(worker_snapshot(), gauges=metrics.read_gauges())
     view = make_view(make_child(router_snapshot()), make_child(snapshot))
     text = as_text(processes_table(read_state(view).processes))

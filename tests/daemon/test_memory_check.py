@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 from daemon.configuration.config import InstanceConfig
 from daemon.errors import ConfigurationError
 from daemon.instance.memory_check import check_memory, weight_bytes
-from workers.engine import host_memory
-
-GIB = 1 << 30
+from transport.wording import GIB
+from workers.hardware import host_memory
 
 
 @pytest.fixture
@@ -34,7 +33,10 @@ def memory(monkeypatch, tmp_path):
 
 def sparse_weights(path, size: int, dtype: str = "BF16", name: str = "w") -> None:
     """A file whose header promises one tensor, and which has its size without its blocks."""
-    header = json.dumps({name: {"dtype": dtype, "shape": [1], "data_offsets": [0, size]}}).encode()
+    shape = [size // (2 if dtype == "BF16" else 1)]
+    header = json.dumps(
+        {name: {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}}
+    ).encode()
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
         file.truncate(8 + len(header) + size)

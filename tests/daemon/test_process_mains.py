@@ -18,7 +18,10 @@ from daemon.configuration.config import InstanceConfig
 from daemon.instance.role_settings import MODULES, child_specs, make_plan
 from frontend import run as frontend_run
 from frontend.settings import FrontendSettings
+from transport import process
 from transport.child import EXIT_AGAIN, EXIT_FATAL, StopFlag
+from transport.links.daemon import DaemonLink
+from transport.messages.any import ANY_MESSAGE
 from transport.messages.base import Hello, Refused, Welcome
 from transport.sockets import Endpoints, RouterSocket
 
@@ -69,7 +72,7 @@ class Answering:
     """Answers every hello at one endpoint, until closed."""
 
     def __init__(self, context: zmq.Context, endpoint: str, answer: Welcome | Refused) -> None:
-        self._socket = RouterSocket(context, endpoint)
+        self._socket = RouterSocket(context, endpoint, ANY_MESSAGE)
         self._answer = answer
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -137,20 +140,22 @@ def frontend_main(monkeypatch, endpoints, listener):
             **changes,
         )
         told: list[str] = []
-        monkeypatch.setattr(frontend_run, "enter_process", lambda _: (settings, StopFlag()))
-        monkeypatch.setattr(frontend_run, "_tell_daemon", lambda _, reason: told.append(reason))
+        monkeypatch.setattr(process, "enter_process", lambda _: (settings, StopFlag()))
+        monkeypatch.setattr(DaemonLink, "start", lambda *_: None)
+        monkeypatch.setattr(DaemonLink, "fatal", lambda _, reason: told.append(reason))
         return frontend_run.main(), told
 
     return main
 
 
-def test_a_fault_of_a_running_frontend_does_not_end_it_for_good(monkeypatch, frontend_main):
+def test_a_fault_of_a_running_frontend_does_not_end_it_for_good(monkeypatch, frontend_main, caplog):
     async def fault(*_: object) -> None:
         raise ValueError("a fault")
 
     monkeypatch.setattr(frontend_run, "_run", fault)
-    with pytest.raises(ValueError, match="a fault"):  # exit code 1, with the traceback in the log
-        frontend_main()
+    code, told = frontend_main()
+    assert (code, told) == (EXIT_AGAIN, [])
+    assert "ValueError: a fault" in caplog.text
 
 
 def test_a_frontend_without_usable_keys_ends_for_good(frontend_main, tmp_path):

@@ -24,6 +24,7 @@ from transport.messages.generate import (
     Cancel,
     Encode,
     Encoded,
+    Generate,
     ModelInfo,
     RequestFailed,
     SamplingParams,
@@ -64,10 +65,12 @@ def serving_core(ranks: int = 1, **changes) -> RouterCore:
     return core
 
 
+def generating(max_tokens: int) -> Generate:
+    return Generate(SamplingParams(max_tokens=max_tokens))
+
+
 def submit(core: RouterCore, name: str, n: int = 1, max_tokens: int = 8, call: str = ""):
-    message = Submit(
-        RequestId(name), "text", SamplingParams(max_tokens=max_tokens), 0.0, n=n, call=call
-    )
+    message = Submit(RequestId(name), "text", generating(max_tokens), 0.0, n=n, call=call)
     return core.submit(FRONTEND, message, b"text", 1.0)
 
 
@@ -181,14 +184,14 @@ def test_the_output_is_limited_to_the_room_left():
     core = serving_core()
     submit(core, "a", max_tokens=1000)
     ((_, start, _),) = starts(encoded(core, "a"))
-    assert start.sampling.max_tokens == 61
+    assert start.generate.sampling.max_tokens == 61
 
 
 def test_token_prompts_skip_the_tokenizer_and_are_checked():
     core = serving_core()
-    good = Submit(RequestId("a"), "tokens", SamplingParams(max_tokens=1), 0.0)
+    good = Submit(RequestId("a"), "tokens", generating(1), 0.0)
     assert starts(core.submit(FRONTEND, good, token_frame([1, 2]), 1.0))
-    bad = Submit(RequestId("b"), "tokens", SamplingParams(max_tokens=1), 0.0)
+    bad = Submit(RequestId("b"), "tokens", generating(1), 0.0)
     (failed,) = messages(core.submit(FRONTEND, bad, token_frame([1, 100]), 1.0), RequestFailed)
     assert (failed.status, failed.param) == (400, "prompt")
 

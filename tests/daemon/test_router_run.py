@@ -22,19 +22,21 @@ from transport import sockets
 from transport.child import ProcessSettings, StopFlag
 from transport.framing import token_frame
 from transport.ids import ROUTER_NAME, ProcessName, RequestId
+from transport.messages.any import ANY_MESSAGE
 from transport.messages.base import PROTOCOL_VERSION, Hello, Message, Welcome
-from transport.messages.control import PeerLost
+from transport.messages.from_daemon import PeerLost, RouterNotice
 from transport.messages.generate import (
     RUNNING,
     Cancel,
+    Generate,
     ModelInfo,
     RequestFailed,
     SamplingParams,
     TokenBatch,
 )
-from transport.messages.to_router import Submit, WorkerReady
+from transport.messages.to_router import TO_ROUTER, Submit, WorkerReady
 from transport.messages.to_worker import Start
-from transport.sockets import DealerSocket, Endpoints, Received, RouterSocket
+from transport.sockets import DealerSocket, Endpoints, RouterSocket
 from transport.telemetry.metrics import MetricSet
 
 SECONDS = 20.0
@@ -57,7 +59,7 @@ class Peer:
     """One process at the router; reads only when told to."""
 
     def __init__(self, context: zmq.Context, endpoint: str, name: ProcessName, role: str) -> None:
-        self.dealer = DealerSocket(context, endpoint, name)
+        self.dealer = DealerSocket(context, endpoint, name, ANY_MESSAGE)
         self.name, self.role = name, role
 
     def greet(self, pid: int = 1) -> None:
@@ -82,7 +84,7 @@ class Peer:
 
 
 @pytest.fixture
-def notices() -> queue.Queue[Received]:
+def notices() -> queue.Queue[RouterNotice]:
     """What the daemon says."""
     return queue.Queue()
 
@@ -100,7 +102,7 @@ def join(monkeypatch, notices) -> Iterator[Callable[[ProcessName, str], Peer]]:
         max_migrations=3, stage_seconds=60.0, start_seconds=600.0,
     )  # fmt: skip
     core = RouterCore(settings, RouterMetrics(MetricSet(), 1000))
-    socket, tap = RouterSocket(context, endpoints.router), Tap(context, endpoints.tap)
+    socket, tap = RouterSocket(context, endpoints.router, TO_ROUTER), Tap(context, endpoints.tap)
     stop = StopFlag()
     router = Router(settings, socket, core, Link(), tap)
     thread = threading.Thread(target=router.run, args=(stop, notices))
@@ -122,8 +124,8 @@ def join(monkeypatch, notices) -> Iterator[Callable[[ProcessName, str], Peer]]:
 
 
 def submit(frontend: Peer, name: str, max_tokens: int = 8) -> None:
-    sampling = SamplingParams(max_tokens=max_tokens)
-    frontend.send(Submit(RequestId(name), "tokens", sampling, 0.0), PROMPT)
+    generate = Generate(SamplingParams(max_tokens=max_tokens))
+    frontend.send(Submit(RequestId(name), "tokens", generate, 0.0), PROMPT)
 
 
 def test_a_worker_that_did_not_read_for_a_while_gets_every_start(join):
@@ -133,7 +135,9 @@ def test_a_worker_that_did_not_read_for_a_while_gets_every_start(join):
     for name in names:
         submit(frontend, name)
     # An answer to the last one shows that all have been routed.
-    frontend.send(Submit(RequestId("r0"), "tokens", SamplingParams(max_tokens=1), 0.0), PROMPT)
+    frontend.send(
+        Submit(RequestId("r0"), "tokens", Generate(SamplingParams(max_tokens=1)), 0.0), PROMPT
+    )
     (refused,) = frontend.take(lambda m: isinstance(m, RequestFailed))
     assert refused.code == "duplicate_request_id"
     started = worker.take(lambda m: isinstance(m, Start), REQUESTS)
@@ -162,8 +166,7 @@ def test_the_late_news_of_a_loss_does_not_hit_the_successor(join, notices):
     frontend = join(FRONTEND, "frontend")
     frontend.greet(pid=2)
     for name, pid in ((FRONTEND, 1), (ProcessName("frontend/9"), 0)):
-        lost = PeerLost(name, True, pid)
-        notices.put(Received(lost, zmq.Frame(b""), [], ProcessName("")))
+        notices.put(PeerLost(name, True, pid))
     submit(frontend, "a")
     submit(frontend, "a")
     (answer,) = frontend.take(lambda m: isinstance(m, RequestFailed))

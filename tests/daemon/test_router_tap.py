@@ -19,8 +19,8 @@ from daemon.router.tap import BODY_BYTES, TAP_QUEUE, Tap
 from daemon.system.run_directory import RunDirectory
 from transport.framing import encode_header, token_frame
 from transport.ids import ProcessName, RequestId
-from transport.messages.control import PeerLost
-from transport.messages.generate import Encode, Encoded, SamplingParams, TokenBatch
+from transport.messages.from_daemon import PeerLost
+from transport.messages.generate import Encode, Encoded, Generate, SamplingParams, TokenBatch
 from transport.messages.to_router import Submit
 from transport.sockets import Endpoints, Received
 
@@ -134,7 +134,7 @@ def test_bodies_are_for_those_who_ask_for_them(bench):
 def test_long_payloads_are_cut(bench):
     client = bench.client(bodies=True)
     bench.send(1, range(10_000))
-    submit = Submit(RequestId("r2"), "text", SamplingParams(1), 0.0)
+    submit = Submit(RequestId("r2"), "text", Generate(SamplingParams(1)), 0.0)
     bench.tap.saw_outgoing(TOKENIZER, submit, [b"x" * (BODY_BYTES + 1)])
     tokens, text = take(client, 2)
     shown, note = tokens.payload[0].split(" … ")

@@ -8,12 +8,13 @@ import msgspec
 import pytest
 
 from daemon.inspection.control_server import QueryError
-from daemon.inspection.report_types import QUESTIONS, StateReport
-from daemon.inspection.state_report import answer
+from daemon.inspection.report_types import StateReport
+from daemon.inspection.state_report import QUESTIONS, answer
 from daemon.metrics.exposition import MetricsExporter
 from transport.ids import ProcessName, RequestId
 from transport.messages.generate import StageTimes
 from transport.messages.telemetry import RequestRow, Snapshot
+from transport.telemetry import catalog
 from transport.telemetry.metrics import MetricSet
 from transport.telemetry.values import QueueStats, SocketStats
 
@@ -51,13 +52,13 @@ def worker(make_child):
     """Rank 3 with 100 of 400 pages in use and five preemptions."""
     metrics = MetricSet()
     for name, value in [
-        ("kv_pages_used", 100), ("kv_pages", 400), ("sequence_slots_used", 6),
-        ("sequence_slots", 32), ("num_requests_running", 6), ("num_requests_waiting", 2),
+        (catalog.KV_PAGES_USED, 100), (catalog.KV_PAGES, 400), (catalog.SEQUENCE_SLOTS_USED, 6),
+        (catalog.SEQUENCE_SLOTS, 32), (catalog.NUM_REQUESTS_RUNNING, 6), (catalog.NUM_REQUESTS_WAITING, 2),
     ]:  # fmt: skip
         metrics.gauge(name).set(value)
-    metrics.counter("num_preemptions").add(5)
-    metrics.counter("prefill_tokens_computed").add(7000)
-    metrics.counter("decode_tokens_computed").add(900)
+    metrics.counter(catalog.NUM_PREEMPTIONS).add(5)
+    metrics.counter(catalog.PREFILL_TOKENS_COMPUTED).add(7000)
+    metrics.counter(catalog.DECODE_TOKENS_COMPUTED).add(900)
     return make_child(snapshot("worker/3", metrics))
 
 
@@ -81,10 +82,10 @@ def test_metrics_are_the_exposition(make_view):
 def test_status_counts_requests_work_and_ranks(make_view, make_child, worker):
     router = MetricSet()
     for stage, value in [("queued", 4), ("running", 9)]:
-        router.gauge("router_requests", stage).set(value)
+        router.gauge(catalog.ROUTER_REQUESTS, stage).set(value)
     frontend = MetricSet()
     for seconds in (1.0, 2.0):
-        frontend.histogram("e2e_request_latency_seconds").observe(seconds)
+        frontend.histogram(catalog.E2E_REQUEST_LATENCY_SECONDS).observe(seconds)
     found = ask(
         "status",
         make_view(
@@ -132,7 +133,7 @@ def test_processes_that_live_are_measured(make_view, make_child):
 
 def test_a_worker_with_a_gpu_tells_what_it_has_taken(make_view, make_child):
     metrics = MetricSet()
-    metrics.gauge("gpu_memory_bytes").set(5e9)
+    metrics.gauge(catalog.GPU_MEMORY_BYTES).set(5e9)
     _, found = ask("processes", make_view(make_child(snapshot("worker/0", metrics))))
     assert found["gpu_memory_bytes"] == 5_000_000_000
 

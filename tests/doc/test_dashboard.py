@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon.metrics.catalog import METRICS, PREFIX, Metric
+from transport.telemetry.catalog import METRICS, PREFIX, Metric
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "doc/grafana/deepinfer.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]

@@ -7,8 +7,10 @@ import inspect
 import os
 import pkgutil
 import re
+import tomllib
 import typing
 from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 
 import msgspec
@@ -19,6 +21,22 @@ from daemon.configuration.config import InstanceConfig
 from transport import messages
 from transport.messages.any import AnyMessage
 from transport.messages.base import Message
+from transport.messages.from_daemon import (
+    FrontendNotice,
+    RouterNotice,
+    ToClient,
+    TokenizerNotice,
+    ToProcess,
+    WorkerNotice,
+)
+from transport.messages.tap import ToTapper
+from transport.messages.telemetry import Snapshot
+from transport.messages.to_daemon import ToDaemon
+from transport.messages.to_frontend import ToFrontend
+from transport.messages.to_router import ToRouter
+from transport.messages.to_tokenizer import ToTokenizer
+from transport.messages.to_worker import ToWorker
+from transport.telemetry.catalog import METRICS
 
 ROOT = Path(__file__).parents[2]
 DOC = ROOT / "doc"
@@ -46,11 +64,32 @@ def first_sentence(text: str | None) -> str:
     return re.split(r"(?<=[.:]) (?=[A-Z])", plain)[0].replace("|", "\\|")
 
 
+RECEIVERS = {
+    "router": ToRouter | RouterNotice,
+    "tokenizer": ToTokenizer | TokenizerNotice,
+    "worker": ToWorker | WorkerNotice,
+    "frontend": ToFrontend | FrontendNotice,
+    "every process": ToProcess,
+    "daemon": ToDaemon | Snapshot,
+    "client": ToClient,
+    "tapper": ToTapper,
+}
+
+
+def kinds(union: object) -> tuple[type[Message], ...]:
+    """The members of a union; a message that is alone in its union is that union."""
+    return typing.get_args(union) or (union,)  # type: ignore[return-value]
+
+
 def message_table() -> str:
-    rows = ["| message | fields | |", "|---|---|---|"]
-    for kind in typing.get_args(AnyMessage):
+    rows = ["| message | to | fields | |", "|---|---|---|---|"]
+    for kind in kinds(AnyMessage):
+        receivers = ", ".join(name for name, union in RECEIVERS.items() if kind in kinds(union))
+        assert receivers, f"nobody takes a {kind.__name__}"
         names = ", ".join(f"`{field.name}`" for field in msgspec.structs.fields(kind))
-        rows.append(f"| `{kind.__name__}` | {names} | {first_sentence(kind.__doc__)} |")
+        rows.append(
+            f"| `{kind.__name__}` | {receivers} | {names} | {first_sentence(kind.__doc__)} |"
+        )
     return "\n".join(rows) + "\n"
 
 
@@ -69,12 +108,41 @@ def option_table() -> str:
     return "\n".join(rows) + "\n"
 
 
+def metric_table() -> str:
+    rows = ["| metric | kind | labels | counted by | meaning |", "|---|---|---|---|---|"]
+    for metric in METRICS:
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        sources = ", ".join(metric.sources)
+        rows.append(
+            f"| `{metric.exposed_name}` | {metric.kind} | {labels} | {sources} | {metric.help} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def room_table() -> str:
+    rows = ["| package | rooms |", "|---|---|"]
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    for contract in tool["contracts"]:
+        for package in contract.get("containers", ()):
+            layers = [layer.replace(" | ", ", ") for layer in contract["layers"]]
+            rows.append(f"| `{package}` | {' → '.join(layers)} |")
+    return "\n".join(rows) + "\n"
+
+
 def test_the_message_table_is_true():
     check_block("wire_protocol.md", "messages", message_table())
 
 
 def test_the_option_table_is_true():
     check_block("configuration.md", "options", option_table())
+
+
+def test_the_metric_table_is_true():
+    check_block("metrics.md", "metrics", metric_table())
+
+
+def test_the_rooms_are_those_that_import_linter_holds():
+    check_block("architecture.md", "rooms", room_table())
 
 
 def test_every_message_is_in_the_union():
@@ -96,14 +164,12 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_steps_of_a_request_are_where_the_architecture_page_says():
-    steps = re.findall(
-        r"^\d+\. .*\[`([^`]+)`\]\(([^)]+)\) `(\w+)`\.$",
-        block("architecture.md", "request path"),
-        re.M,
-    )
-    assert len(steps) == len(block("architecture.md", "request path").strip().splitlines())
+@pytest.mark.parametrize("path", ["request path", "page path"])
+def test_the_steps_of_a_way_are_where_the_architecture_page_says(path):
+    listed = block("architecture.md", path)
+    steps = re.findall(r"^\d+\. .*\[`([^`]+)`\]\(([^)]+)\) `([\w.]+)`\.$", listed, re.M)
+    assert len(steps) == len(listed.strip().splitlines())
     for shown, target, symbol in steps:
         assert target == f"../{shown}"
         module = importlib.import_module(shown.removesuffix(".py").replace("/", "."))
-        assert hasattr(module, symbol), f"{shown} has no {symbol}"
+        assert attrgetter(symbol)(module), f"{shown} has no {symbol}"

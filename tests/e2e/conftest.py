@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.process_session import session_members
 from benchmarks.tiny_model import make_tiny_model
+from daemon.cli.check.event_stream import event_data
 from daemon.errors import DeepInferError
 from daemon.inspection.inspection_client import InspectionClient
 
@@ -103,14 +104,7 @@ class Stream:
 
     def events(self) -> Iterator[dict]:
         """Events until [DONE], which must come."""
-        while True:
-            line = self._response.readline()
-            assert line, "the stream ended without [DONE]"
-            if line.startswith(b"data: "):
-                data = line.removeprefix(b"data: ").strip()
-                if data == b"[DONE]":
-                    return
-                yield json.loads(data)
+        return map(json.loads, event_data(self._response))
 
     def pieces(self) -> Iterator[str]:
         """Text pieces of a one-choice answer."""

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import psutil
 import pytest
 
+from daemon.cli.check.event_stream import DATA, DONE
+
 ROUNDS = 42
 CONCURRENT = 24
 ANSWER_SECONDS = 60.0
@@ -81,14 +83,14 @@ async def visit(address: tuple[str, int], client: Client) -> None:
 async def read_events(reader: asyncio.StreamReader, count: int) -> None:
     assert b" 200 " in await reader.readline()
     for _ in range(count):
-        await reader.readuntil(b"data: {")
+        await reader.readuntil(DATA + b"{")
 
 
 async def read_answer(client: Client, reader: asyncio.StreamReader) -> None:
     assert b" 200 " in await reader.readline()
     head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
     if client.streamed:
-        await reader.readuntil(b"data: [DONE]\n\n")
+        await reader.readuntil(DATA + DONE + b"\n\n")
         return
     length = int(head.partition("content-length:")[2].split()[0])
     usage = json.loads(await reader.readexactly(length))["usage"]

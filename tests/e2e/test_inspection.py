@@ -167,7 +167,7 @@ def test_tap_with_bodies_shows_texts_and_tokens(server, tap_while):
     submit, *batches, finished = map(json.loads, out.splitlines())
     assert finished["message"] == "Finished"
     assert submit["payload"] == ["tell nobody"]
-    assert submit["header"]["sampling"]["max_tokens"] == 8
+    assert submit["header"]["generate"]["sampling"]["max_tokens"] == 8
     assert {batch["message"] for batch in batches} == {"TokenBatch"}
     assert [len(batch["payload"][0].split()) for batch in batches] == [1] * 8
 

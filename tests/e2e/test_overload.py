@@ -12,6 +12,8 @@ from collections import Counter
 import psutil
 import pytest
 
+from daemon.cli.check.event_stream import whole_stream
+
 REQUESTS = 200
 TOKENS = 20
 READERS = 8
@@ -127,9 +129,7 @@ class Reader:
         response.begin()
         assert response.status == 200
         body = response.read()
-        events = [line[6:] for line in body.split(b"\n") if line.startswith(b"data: ")]
-        assert events[-1] == b"[DONE]"
-        return json.loads(events[-2])["usage"]["completion_tokens"], len(body)
+        return json.loads(whole_stream(body)[-1])["usage"]["completion_tokens"], len(body)
 
     def close(self) -> None:
         self._socket.close()

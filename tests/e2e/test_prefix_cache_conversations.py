@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
-from benchmarks.chaos_leaks import held_when_idle
-from benchmarks.chaos_requests import CHAT, COMPLETIONS, Answer, Asked, ask
+from benchmarks.clients.requests import CHAT, COMPLETIONS, Answer, Asked, ask
+from benchmarks.leaks import held_when_idle
 
 CONVERSATIONS = 10
 TURNS = 4

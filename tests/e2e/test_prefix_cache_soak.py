@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_a_short_soak_finds_nothing_wrong(tmp_path):
     report = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.prefix_soak", "--turns", "60", "--every", "2",
+    command = [sys.executable, "-m", "benchmarks.prefix.soak", "--turns", "60", "--every", "2",
                "--conversations", "4", "--seed", "3", "--json", str(report)]  # fmt: skip
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False

@@ -13,6 +13,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from daemon.cli.check.event_stream import whole_stream
+
 BATCH = 40
 BATCHES = 25
 CONCURRENT = 32
@@ -248,9 +250,7 @@ def check(case: Case, answer: Answer) -> str:
 
 
 def check_stream(case: Case, body: bytes) -> str:
-    data = [line[6:] for line in body.split(b"\n") if line.startswith(b"data: ")]
-    assert data[-1] == b"[DONE]", data[-3:]
-    events = [json.loads(line) for line in data[:-1]]
+    events = [json.loads(data) for data in whole_stream(body)]
     failed = [event["error"] for event in events if "error" in event]
     if failed:
         # One of several prompts found no room after another one's stream had begun.

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-import uvicorn
 import zmq
 
+from daemon.cli.check.event_stream import whole_stream
+from frontend.api.app import FrontendApp
 from frontend.gate import Gate
-from frontend.http.app import FrontendApp
 from frontend.http.auth import ApiKeys
-from frontend.http.protocol import with_limits
+from frontend.http.server import HttpLimits, HttpServer
 from frontend.links.router_client import RouterClient
 from frontend.metrics import FrontendMetrics
 from frontend.services import Services
@@ -28,7 +28,8 @@ from transport.child import ProcessSettings
 from transport.framing import decode_header, encode_header, token_frame
 from transport.ids import ProcessName, RequestId
 from transport.messages.base import Message
-from transport.messages.control import CacheCommand, Query
+from transport.messages.control import CacheCommand
+from transport.messages.from_daemon import InstanceStatus
 from transport.messages.generate import (
     FINISH_LENGTH,
     FINISH_STOP,
@@ -42,9 +43,9 @@ from transport.messages.generate import (
     Throttle,
     TokenBatch,
 )
-from transport.messages.to_frontend import Finished, Serving
-from transport.messages.to_router import Submit
-from transport.sockets import Received
+from transport.messages.to_daemon import Query
+from transport.messages.to_frontend import TO_FRONTEND, Finished, Serving
+from transport.messages.to_router import TO_ROUTER, Submit
 from transport.telemetry.metrics import MetricSet
 
 EOS = 256
@@ -120,7 +121,7 @@ class FakeRouter:
         return [message for message in self.sent if isinstance(message, kind)]
 
     def send(self, message: Message, *frames: bytes) -> bool:
-        message = decode_header(encode_header(message))
+        message = decode_header(encode_header(message), TO_ROUTER)
         self.sent.append(message)
         payload = bytes(frames[0]) if frames else b""
         match message:
@@ -139,16 +140,16 @@ class FakeRouter:
         return True
 
     def deliver(self, message: Message, *frames: bytes) -> None:
-        header = zmq.Frame(encode_header(message))
+        message = decode_header(encode_header(message), TO_FRONTEND)
         payload = [zmq.Frame(bytes(frame)) for frame in frames]
-        self.client.handle(Received(decode_header(header), header, payload, ProcessName("router")))
+        self.client.handle(message, payload)
 
     def is_cancelled(self, request_id: RequestId, index: int) -> bool:
         return (request_id, index) in self.cancelled or (request_id, -1) in self.cancelled
 
     async def _run(self, submit: Submit, payload: bytes) -> None:
         script = self.script(submit, payload)
-        rid, sampling = submit.request_id, submit.sampling
+        rid, sampling = submit.request_id, submit.generate.sampling
         if script.error is not None and script.error_after is None:
             self.deliver(fail(rid, script.error))
             return
@@ -178,7 +179,7 @@ class FakeRouter:
         self.deliver(Finished(rid, StageTimes(now, now, now, now, now), 0))
 
     def _batch(self, submit, step, live, row, finish, started) -> None:
-        top = submit.sampling.logprobs
+        top = submit.generate.sampling.logprobs
         frames = [token_frame(row * len(live))]
         if top >= 0:
             words = [logprob_words(token, self.top_ids[:top]) for _ in live for token in row]
@@ -245,7 +246,7 @@ class ServedFrontend:
         self.gate: Gate | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self._ready = threading.Event()
-        self._server: uvicorn.Server | None = None
+        self._server: HttpServer | None = None
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
@@ -256,7 +257,7 @@ class ServedFrontend:
         self.loop = asyncio.get_running_loop()
         metrics = FrontendMetrics(self.metrics)
         client = self.router.client = RouterClient(self.router.send, metrics)
-        self.gate = Gate(self.settings, client, metrics)
+        self.gate = Gate(self.settings, metrics)
 
         async def ask_daemon(question: Query | CacheCommand) -> bytes:
             if isinstance(question, CacheCommand):
@@ -275,22 +276,17 @@ class ServedFrontend:
             ask_daemon=ask_daemon,
             started_at=0,
         )
-        self.gate.set_state("ready", "")
-        self.router.deliver(Serving(ModelInfo(VOCAB, MAX_LEN, (EOS,), 10_000)))
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                FrontendApp(self.services),
-                http=with_limits(self.settings.max_header_bytes, self.settings.body_seconds),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                timeout_graceful_shutdown=1,
-            )
+        self.gate.take(InstanceStatus("ready"))
+        self.gate.take(Serving(ModelInfo(VOCAB, MAX_LEN, (EOS,), 10_000)))
+        app = FrontendApp(self.services)
+        settings = self.settings
+        limits = HttpLimits(
+            settings.max_header_bytes, settings.body_seconds, settings.keep_alive_seconds
         )
+        self._server = HttpServer(app, limits, app.head_refused)
         ticker = self.loop.create_task(self._tick())
         self.loop.call_soon(self._ready.set)
-        await self._server.serve(sockets=[self._listener])
+        await self._server.serve(self._listener)
         ticker.cancel()
 
     async def _tick(self) -> None:
@@ -304,7 +300,7 @@ class ServedFrontend:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
+        self._server.stop()
         self._thread.join(10)
         assert not self._thread.is_alive()
 
@@ -341,10 +337,8 @@ class HttpAnswer:
 
     @property
     def events(self) -> list[dict]:
-        """Events of a stream, without [DONE], whose presence is asserted."""
-        lines = [line[6:] for line in self.body.split(b"\n") if line.startswith(b"data: ")]
-        assert lines[-1] == b"[DONE]"
-        return [json.loads(line) for line in lines[:-1]]
+        """Events of a stream, without the [DONE] that must end it."""
+        return [json.loads(data) for data in whole_stream(self.body)]
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ def test_nothing_is_submitted_for_half_a_body(serve):
         connection.sendall(
             b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{" % CHAT.encode()
         )
-    server.wait_for(lambda: not server._server.server_state.connections)
+    server.wait_for(lambda: not server._server.connections)
     assert server.router.of_kind(Submit) == []
 
 

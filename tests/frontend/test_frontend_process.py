@@ -18,21 +18,14 @@ import msgspec
 import pytest
 import zmq
 
-from frontend.run import INFORMED_SECONDS
+from frontend.gate import INFORMED_SECONDS
 from frontend.settings import FrontendSettings
 from frontend.tokenizer.load import load_tokenizer
 from transport.child import ProcessSettings
 from transport.framing import token_frame
 from transport.ids import ProcessName
 from transport.messages.base import Hello, Message, Welcome
-from transport.messages.control import (
-    Answer,
-    Drain,
-    InstanceStatus,
-    Query,
-    StateChanged,
-    StatusHeld,
-)
+from transport.messages.from_daemon import Answer, Drain, InstanceStatus
 from transport.messages.generate import (
     FINISH_LENGTH,
     RUNNING,
@@ -41,8 +34,9 @@ from transport.messages.generate import (
     StageTimes,
     TokenBatch,
 )
+from transport.messages.to_daemon import TO_DAEMON, Query, StateChanged, StatusHeld
 from transport.messages.to_frontend import Finished, Serving
-from transport.messages.to_router import Submit
+from transport.messages.to_router import TO_ROUTER, Submit
 from transport.sockets import Endpoints, Received, RouterSocket
 
 NAME = ProcessName("frontend/0")
@@ -63,8 +57,8 @@ class Peers:
         self.is_told = is_told
         self.commands: list[Message | str] = []
         self.router_context = zmq.Context()
-        self.router = RouterSocket(self.router_context, self.endpoints.router)
-        self.daemon = RouterSocket(self.context, self.endpoints.control)
+        self.router = RouterSocket(self.router_context, self.endpoints.router, TO_ROUTER)
+        self.daemon = RouterSocket(self.context, self.endpoints.control, TO_DAEMON)
         self.closing = False
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
@@ -92,7 +86,9 @@ class Peers:
                     # Ending the context makes sure that the old socket's file is gone.
                     self.router_context.destroy(linger=0)
                     self.router_context = zmq.Context()
-                    self.router = RouterSocket(self.router_context, self.endpoints.router)
+                    self.router = RouterSocket(
+                        self.router_context, self.endpoints.router, TO_ROUTER
+                    )
                 elif isinstance(command, Serving):
                     self.router.send(NAME, command)
                 else:

@@ -12,6 +12,7 @@ import zlib
 
 import pytest
 
+from transport.messages.from_daemon import Drain, InstanceStatus
 from transport.messages.to_router import Submit
 
 CHAT = "/v1/chat/completions"
@@ -237,7 +238,9 @@ def test_request_ids_come_back(serve, request_http):
 
 def test_a_degraded_instance_says_so_but_serves_on(serve, request_http):
     server = serve()
-    server.call(lambda: server.gate.set_state("degraded", "worker/1: ended with signal SIGKILL"))
+    server.call(
+        lambda: server.gate.take(InstanceStatus("degraded", "worker/1: ended with signal SIGKILL"))
+    )
     ready = request_http(server, "GET", "/ready")
     assert (ready.status, ready.json["state"]) == (503, "degraded")
     assert "worker/1" in ready.json["reason"]
@@ -246,16 +249,16 @@ def test_a_degraded_instance_says_so_but_serves_on(serve, request_http):
 
 def test_not_ready_and_draining(serve, request_http):
     server = serve()
-    server.call(lambda: server.gate.set_state("starting", "rank 1 loads its weights"))
+    server.call(lambda: server.gate.take(InstanceStatus("starting", "rank 1 loads its weights")))
     answer = request_http(server, "POST", CHAT, BODY)
     assert (answer.status, answer.headers["retry-after"]) == (503, "3")
     assert "rank 1 loads its weights" in answer.json["error"]["message"]
     ready = request_http(server, "GET", "/ready")
     assert (ready.status, ready.json["reason"]) == (503, "rank 1 loads its weights")
     assert request_http(server, "GET", "/health").status == 200
-    server.call(lambda: server.gate.set_state("ready", ""))
+    server.call(lambda: server.gate.take(InstanceStatus("ready", "")))
     assert request_http(server, "GET", "/ready").status == 200
-    server.call(server.gate.drain)
+    server.call(lambda: server.gate.take(Drain()))
     assert request_http(server, "GET", "/ready").json["state"] == "draining"
     assert request_http(server, "POST", CHAT, BODY).status == 503
     assert server.metrics.read_counters()["admission_rejections"] == [

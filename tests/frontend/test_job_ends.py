@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from frontend.api.replies import WholeReply
+from frontend.api.answers import CollectedAnswer
 from transport.messages.generate import Cancel, RequestFailed
 from transport.messages.to_router import Submit
 
@@ -28,10 +28,10 @@ def test_what_the_server_gives_up_is_not_blamed_on_the_client(serve, request_htt
 def test_a_fault_of_the_frontend_ends_the_work_as_failed(
     serve, request_http, script_class, monkeypatch
 ):
-    async def fault(_self: WholeReply) -> bytes:
+    async def fault(_self: CollectedAnswer) -> list:
         raise RuntimeError("a fault")
 
-    monkeypatch.setattr(WholeReply, "result", fault)
+    monkeypatch.setattr(CollectedAnswer, "result", fault)
     server = serve(script_class(hang_after=1))
     assert request_http(server, "POST", COMPLETIONS, {"prompt": "Hi"}).status == 500
     server.wait_for(lambda: not server.services.jobs)

@@ -41,15 +41,15 @@ def main() -> None:
         keys = cache.keys(tokens_of(prompt))
         plan = cache.begin_store(keys)
         assert plan is not None
-        for done, (page, slot) in enumerate(zip(plan.page_indexes, plan.page_slots, strict=True)):
+        for done, (page, slot) in enumerate(zip(plan.blocks, plan.host_pages, strict=True)):
             key = np.frombuffer(keys.keys[page], np.uint8)
-            pool.page_rows[slot] = np.tile(key, GEOMETRY.page_bytes // len(key))
-            if prompt == stop_in and 2 * done > len(plan.page_slots):
+            pool.pages.memory[slot] = np.tile(key, GEOMETRY.page_bytes // len(key))
+            if prompt == stop_in and 2 * done > len(plan.host_pages):
                 print("half", flush=True)
                 sys.stdin.read()
         for position, slot in plan.states:
             key = np.frombuffer(keys.keys[position // PAGE_TOKENS - 1], np.uint8)
-            pool.state_rows[slot] = np.tile(key, GEOMETRY.state_bytes // len(key))
+            pool.states.memory[slot] = np.tile(key, GEOMETRY.state_bytes // len(key))
         cache.commit(plan)
         print(prompt, flush=True)
 

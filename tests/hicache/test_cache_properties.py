@@ -28,7 +28,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from hicache.cache.index import NO_SLOT
+from hicache.cache.index import ABSENT
 from hicache.cache.outcomes import Hit, StorePlan
 from hicache.cache.prefix_cache import PrefixCache
 from hicache.pool.host_pool import HostPool, PoolGeometry
@@ -165,7 +165,7 @@ class CheckedCache:
         pages = self.prefixes(prompt, num_tokens // PAGE)
         assert self.pages.issuperset(pages), "a page that was never stored"
         state = pages[-1] if self.sizes.num_states else None
-        assert (found.state_slot == NO_SLOT) == (state is None)
+        assert (found.host_state == ABSENT) == (state is None)
         assert state is None or state in self.states, "a state that was never stored"
         reading = ReadingHit(found, pages, state)
         self.check_rows(reading)
@@ -179,11 +179,11 @@ class CheckedCache:
             self.cache.release(reading.hit)
 
     def check_rows(self, reading: ReadingHit) -> None:
-        for slot, prefix in zip(reading.hit.page_slots, reading.pages, strict=True):
+        for slot, prefix in zip(reading.hit.host_pages, reading.pages, strict=True):
             wanted = content("page", prefix, PAGE_BYTES)
-            np.testing.assert_array_equal(self.pool.page_rows[slot], wanted)
+            np.testing.assert_array_equal(self.pool.pages.memory[slot], wanted)
         if reading.state is not None:
-            row = self.pool.state_rows[reading.hit.state_slot]
+            row = self.pool.states.memory[reading.hit.host_state]
             np.testing.assert_array_equal(row, content("state", reading.state, STATE_BYTES))
 
     # ---- storing ----
@@ -197,7 +197,7 @@ class CheckedCache:
         if plan is None:
             assert not self.exact or wanted == ([], set())
             return None
-        pages = [self.prefix(prompt, page + 1) for page in plan.page_indexes.tolist()]
+        pages = [self.prefix(prompt, page + 1) for page in plan.blocks.tolist()]
         states = [self.prefix(prompt, state.position // PAGE) for state in plan.states]
         if self.exact:
             assert (pages, set(states)) == wanted
@@ -209,12 +209,12 @@ class CheckedCache:
 
     def write(self, store: RunningStore, num_bytes: int) -> None:
         """The copy, up to so many bytes of each row."""
-        for slot, prefix in zip(store.plan.page_slots, store.pages, strict=True):
+        for slot, prefix in zip(store.plan.host_pages, store.pages, strict=True):
             row = content("page", prefix, PAGE_BYTES)[:num_bytes]
-            self.pool.page_rows[slot, : len(row)] = row
+            self.pool.pages.memory[slot, : len(row)] = row
         for state, prefix in zip(store.plan.states, store.states, strict=True):
             row = content("state", prefix, STATE_BYTES)[:num_bytes]
-            self.pool.state_rows[state.slot, : len(row)] = row
+            self.pool.states.memory[state.host_state, : len(row)] = row
 
     def commit(self, store: RunningStore) -> None:
         if store not in self.running:

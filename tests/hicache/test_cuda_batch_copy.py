@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.copies.cuda.batch import BatchCopy, bind_batch_call, try_batch_call
-from hicache.copies.cuda.method import CopyMethodMissing, PoolPair, address_runs, single_rows
+from hicache.copies.cuda.method import CopyMethodMissing, RowPair, address_runs, single_rows
+from hicache.copies.rows import Rows
 from hicache.copies.runs import RowRuns, merge_runs
 from hicache.errors import HostPoolError
 
-POOLS = PoolPair(device=1 << 40, device_pitch=96, host=1 << 20, row_bytes=96)
+ROWS = RowPair(Rows(1 << 40, 96, 96, 64), Rows(1 << 20, 96, 96, 64))
 STREAM = SimpleNamespace(cuda_stream=77)
 
 
@@ -53,19 +54,19 @@ RUNS = RowRuns(np.array([3, 40]), np.array([10, 7]), np.array([2, 1]))
 def test_the_driver_gets_all_runs_in_one_call(answer):
     """Also where it answers with the index of the copy that failed, as in CUDA 12."""
     runtime = Runtime(*answer)
-    copy = BatchCopy(POOLS, bind_batch_call(runtime))
-    copy.start("up", RUNS, STREAM)
-    copy.start("down", RUNS, STREAM)
+    copy = BatchCopy(ROWS, bind_batch_call(runtime))
+    copy.start("load", RUNS, STREAM)
+    copy.start("store", RUNS, STREAM)
     device = [(1 << 40) + 3 * 96, (1 << 40) + 40 * 96]
     host = [(1 << 20) + 10 * 96, (1 << 20) + 7 * 96]
     assert runtime.calls == [(device, host, [192, 96], 77), (host, device, [192, 96], 77)]
 
 
 def test_a_refused_batch_is_one_sentence_for_the_user():
-    copy = BatchCopy(POOLS, bind_batch_call(Runtime(Status.cudaErrorNotSupported)))
+    copy = BatchCopy(ROWS, bind_batch_call(Runtime(Status.cudaErrorNotSupported)))
     with pytest.raises(HostPoolError) as error:
-        copy.start("up", RUNS, STREAM)
-    assert "2 runs of 288 bytes in all up" in str(error.value)
+        copy.start("load", RUNS, STREAM)
+    assert "refused to load 2 runs of 288 bytes in all" in str(error.value)
     assert "cudaErrorNotSupported" in str(error.value)
     assert "--hicache-copy kernel" in str(error.value)
 
@@ -111,16 +112,17 @@ INDEXES = st.integers(0, 60)
     st.lists(INDEXES, min_size=1, max_size=20, unique=True).flatmap(
         lambda rows: st.tuples(st.just(rows), st.permutations(rows))
     ),
-    st.sampled_from(["up", "down"]),
+    st.sampled_from(["load", "store"]),
     st.sampled_from([0, 16]),
+    st.sampled_from([0, 32]),
 )
-def test_stretches_of_bytes_are_those_of_the_rows(pairs, direction, gap):
-    """Few where neighbours lie together on both sides; one a row where device rows have gaps."""
+def test_stretches_of_bytes_are_those_of_the_rows(pairs, direction, gap, far_gap):
+    """Few where neighbours lie together on both sides; one a row where rows have gaps on either."""
     device, host = (np.array(rows, np.int32) for rows in pairs)
-    pools = PoolPair(10_000, 96 + gap, 500_000, 96)
+    pools = RowPair(Rows(10_000, 96 + gap, 96, 61), Rows(500_000, 96 + far_gap, 96, 61))
     runs = merge_runs(device, host)
     target, source, num_bytes = address_runs(pools, direction, runs)
-    if direction == "down":
+    if direction == "store":
         target, source = source, target
     got = {
         (on_device + offset, on_host + offset)
@@ -128,11 +130,11 @@ def test_stretches_of_bytes_are_those_of_the_rows(pairs, direction, gap):
         for offset in range(0, size, 16)
     }
     wanted = {
-        (10_000 + d * (96 + gap) + offset, 500_000 + h * 96 + offset)
+        (10_000 + d * (96 + gap) + offset, 500_000 + h * (96 + far_gap) + offset)
         for d, h in zip(*pairs, strict=True)
         for offset in range(0, 96, 16)
     }
     assert got == wanted
-    assert len(target) == (len(device) if gap else len(runs.length))
+    assert len(target) == (len(device) if gap or far_gap else len(runs.length))
     singles = single_rows(runs)
-    assert set(zip(singles.device, singles.host, strict=True)) == set(zip(*pairs, strict=True))
+    assert set(zip(singles.here, singles.there, strict=True)) == set(zip(*pairs, strict=True))

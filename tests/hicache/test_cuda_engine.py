@@ -16,17 +16,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hicache.cache.prefix_cache import PrefixCache
+from hicache.copies.copy_choice import CopyChoice
+from hicache.copies.open import open_cache_copies
+from hicache.manager.host import HostPrefixCache
 from hicache.pool.host_pool import HostPool, PoolGeometry
 from hicache.pool.segment import create_segment
+from tests.support.engines import open_engine
 from transport.ids import ProcessName, RequestId
-from transport.messages.generate import SamplingParams
+from transport.messages.generate import Generate, SamplingParams
+from transport.telemetry.metrics import MetricSet
 from workers.contract import Engine
-from workers.engine.settings import EngineSettings
-from workers.engine.torch_engine import create_torch_engine
-from workers.models.deepseek_v41.model.engine import create_deepseek_v41_engine
-from workers.prefix_reuse import PrefixReuse
-from workers.prefix_transfer import PrefixTransfers
 from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.sequence import Sequence
 
@@ -35,7 +34,6 @@ PLENTY = 1 << 40
 OUTPUT = 5
 V41_TINY = Path(__file__).parents[1] / "data" / "v41_tiny"
 KV_CACHE_GB = {"llama": 18.5 * 65_536 / 1e9, "deepseek_v41": 18.5 * 98_304 / 1e9}
-CREATE = {"llama": create_torch_engine, "deepseek_v41": create_deepseek_v41_engine}
 ON_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
@@ -58,7 +56,7 @@ def model_dir(tmp_path_factory):
 class Rank:
     """What a worker is made of, without its sockets."""
 
-    def __init__(self, engine: Engine, fd: int, host_pages: int) -> None:
+    def __init__(self, engine: Engine, fd: int, host_pages: int, choice: CopyChoice) -> None:
         self.engine = engine
         layout = engine.info.layout
         states = host_pages if layout.stored_state_bytes else 0
@@ -66,32 +64,30 @@ class Rank:
             layout.fingerprint, layout.page_bytes, host_pages, layout.stored_state_bytes, states
         )
         self.pool = HostPool(fd, geometry, PLENTY)
-        self.cache = PrefixCache(
-            self.pool,
-            page_tokens=layout.page_tokens,
-            replay_tokens=layout.replay_tokens,
-            max_pending_bytes=PLENTY,
+        pool = self.pool
+        copies = open_cache_copies(
+            engine.device_cache(), pool.memory, pool.pages, pool.states, choice
         )
-        self.transfers = PrefixTransfers(self.cache, self.pool, engine.cache_copies(self.pool))
-        reuse = PrefixReuse(self.cache, layout.keep_tokens)
-        self.scheduler = Scheduler(engine.info, 300, 1, reuse)
+        manager = HostPrefixCache(self.pool, layout, copies, MetricSet(), PLENTY)
+        self.cache, self.transfers = manager.cache, manager.transfers
+        self.scheduler = Scheduler(engine.info, 300, 1, manager.reuse)
         self.got: dict[RequestId, list[int]] = {}
         self.hit_tokens = 0
 
     def turn(self) -> bool:
-        plan = self.scheduler.plan()
-        if plan is not None:
-            self.transfers.load(plan.loads)
-            self.engine.launch(plan)
-            self.transfers.store(plan.stores)
-        depth = self.engine.info.pipeline_depth if plan is not None else 0
-        if self.scheduler.num_launched > depth:
-            output = self.scheduler.apply(self.engine.collect())
-            self.hit_tokens += sum(sequence.cached_tokens for sequence in output.started)
+        step = self.scheduler.next_step()
+        if step is not None:
+            self.transfers.load(step.plan.loads, step.plan.written_pages())
+            step.launched = self.engine.launch(step.plan)
+            self.transfers.store(step.plan.stores)
+        depth = self.engine.info.pipeline_depth if step is not None else 0
+        if self.scheduler.num_in_flight > depth:
+            output = self.scheduler.collect()
+            self.hit_tokens += sum(s.prefix.cached_tokens for s in output.step.started)
             for row in output.rows:
                 self.got.setdefault(row.sequence.key[0], []).append(row.token)
         self.transfers.poll()
-        return plan is not None or self.scheduler.num_launched > 0 or self.transfers.num_open > 0
+        return step is not None or self.scheduler.num_in_flight > 0 or self.transfers.num_open > 0
 
     def answer(self, prompts: dict[str, list[int]], with_cache: bool) -> dict[str, list[int]]:
         for name, prompt in prompts.items():
@@ -99,8 +95,11 @@ class Rank:
                 Sequence(
                     key=(RequestId(name), 0), frontend=ProcessName("frontend/0"),
                     prompt=np.asarray(prompt, np.int32), prompt_len=len(prompt),
-                    sampling=SamplingParams(max_tokens=OUTPUT, temperature=0, ignore_eos=True),
-                    seed=0, arrival=0.0, uses_prefix_cache=with_cache,
+                    generate=Generate(
+                        SamplingParams(OUTPUT, temperature=0, ignore_eos=True),
+                        prefix_cache=with_cache,
+                    ),
+                    seed=0, arrival=0.0,
                 )
             )  # fmt: skip
         while self.turn():
@@ -121,17 +120,15 @@ def open_rank(model_dir) -> Iterator[Callable[..., Rank]]:
         def open_it(model: str, accelerator: str, choice: str, host_pages: int) -> Rank:
             if accelerator == "nvidia":
                 pytest.importorskip("cuda.core")
-            settings = EngineSettings(
-                model_dir=str(model_dir if model == "llama" else V41_TINY),
-                accelerator=accelerator, device_index=0, dtype="float32", load_format="auto",
-                max_model_len=1024, max_num_seqs=5, kv_cache_gb=KV_CACHE_GB[model],
-                gpu_memory_utilization=0.5, max_batched_tokens=300, num_threads=1,
-                report=lambda line: None, keep_tokens=24, stores_prefixes=True,
-                hicache_copy=choice,
+            engine = open_engine(
+                model_dir if model == "llama" else V41_TINY,
+                accelerator=accelerator, max_model_len=1024, max_num_seqs=5,
+                kv_cache_gb=KV_CACHE_GB[model], gpu_memory_utilization=0.5, max_batched_tokens=300,
+                keep_tokens=24, stores_prefixes=True,
             )  # fmt: skip
             fd = create_segment("test")
             stack.callback(os.close, fd)
-            rank = Rank(CREATE[model](settings), fd, host_pages)
+            rank = Rank(engine, fd, host_pages, choice)
             # Four conversations of up to nine pages want more.
             assert 8 <= rank.engine.info.num_pages <= 20
             stack.callback(rank.close)
@@ -168,4 +165,4 @@ def test_conversations_get_the_tokens_of_a_run_without_a_cache(
         for name, tokens in conversations.items():
             tokens.extend(plain[f"{name}.{turn}"])
     assert rank.hit_tokens > 4 * 128
-    assert rank.transfers.counts["up"].num_bytes > 0
+    assert rank.transfers.counts["load"].num_bytes > 0

@@ -28,7 +28,8 @@ from hicache.copies.cuda.kernel import (
     try_copy_kernel,
 )
 from hicache.copies.cuda.kernel_cache import cached_cubin, kernel_folder
-from hicache.copies.cuda.method import CopyMethodMissing, PoolPair, import_package
+from hicache.copies.cuda.method import CopyMethodMissing, RowPair, import_package
+from hicache.copies.rows import HostRows, Rows
 from hicache.copies.runs import merge_runs
 from hicache.errors import HostPoolError
 
@@ -96,7 +97,7 @@ def on_cpu(tmp_path_factory) -> Callable[..., None]:
     gap=st.sampled_from([0, 16, 4096]),
     blocks=st.integers(1, 5),
     threads=st.sampled_from([1, 5, 32]),
-    direction=st.sampled_from(["up", "down"]),
+    direction=st.sampled_from(["load", "store"]),
 )
 def test_the_kernel_copies_the_rows_alone(
     on_cpu, device_rows, host_rows, count, vectors, gap, blocks, threads, direction
@@ -108,12 +109,10 @@ def test_the_kernel_copies_the_rows_alone(
     device[:] = draw.integers(0, 256, device.shape, np.uint8)
     host[:] = draw.integers(0, 256, host.shape, np.uint8)
     kernel = CpuKernel(on_cpu, blocks, threads)
-    copy = KernelCopy(
-        PoolPair(device.ctypes.data, row_bytes + gap, host.ctypes.data, row_bytes), kernel
-    )
+    copy = KernelCopy(RowPair(HostRows.of(device[:, :row_bytes]), HostRows.of(host)), kernel)
     on_device, on_host = np.array(device_rows[:count]), np.array(host_rows[:count])
     wanted_device, wanted_host = device.copy(), host.copy()
-    if direction == "up":
+    if direction == "load":
         wanted_device[on_device, :row_bytes] = host[on_host]
     else:
         wanted_host[on_host] = device[on_device, :row_bytes]
@@ -137,11 +136,11 @@ def test_pieces_cover_a_row_and_are_nearly_equal(vectors):
 
 @pytest.mark.parametrize("place", range(4))
 def test_rows_off_the_vectors_are_refused(place):
-    """By the address of either pool, the distance between rows, or their length."""
-    pools = [4096, 8192, 4096, 4096]
-    pools[place] += 8
+    """By the address of either side, the distance between rows, or their length."""
+    here, pitch, there, row_bytes = (4096 + 8 * (number == place) for number in range(4))
+    rows = RowPair(Rows(here, pitch, row_bytes, 9), Rows(there, row_bytes, row_bytes, 9))
     with pytest.raises(CopyMethodMissing, match="16-byte vectors"):
-        KernelCopy(PoolPair(*pools), CpuKernel(print, 1, 1))
+        KernelCopy(rows, CpuKernel(print, 1, 1))
 
 
 def test_the_trial_copies_sixteen_bytes_to_those_behind_them(on_cpu):
@@ -163,12 +162,12 @@ def test_a_kernel_that_cannot_be_launched_is_found_out_by_it():
 
 def test_a_refused_launch_is_one_sentence_for_the_user():
     """And of the type that a worker knows: its prompt is served without being stored."""
-    copy = KernelCopy(PoolPair(4096, 16, 8192, 16), RefusedKernel())
+    copy = KernelCopy(RowPair(Rows(4096, 16, 16, 9), Rows(8192, 16, 16, 9)), RefusedKernel())
     rows = np.arange(3, dtype=np.int32)
     with pytest.raises(
-        HostPoolError, match=r"copy of 3 rows down .*\(no such launch\).*copy batch"
+        HostPoolError, match=r"should store 3 rows .*\(no such launch\).*copy batch"
     ):
-        copy.start("down", merge_runs(rows, rows), None)
+        copy.start("store", merge_runs(rows, rows), None)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from hicache.copies.cuda import pools as cuda_pools
+from hicache.copies.cuda import open as cuda_open
 from hicache.copies.cuda.method import CopyMethodMissing
-from hicache.copies.cuda.pools import PinnedPool, open_cuda_row_copier
-from hicache.copies.cuda.row_copy import CudaRowCopier
+from hicache.copies.cuda.open import open_gpu_row_copier
+from hicache.copies.cuda.page_lock import PageLock
+from hicache.copies.cuda.row_copy import GpuRowCopier
+from hicache.copies.cuda.rows import tensor_rows
 from hicache.pool.host_pool import HostPool, PoolGeometry
 from hicache.pool.segment import create_segment
 
@@ -36,7 +38,7 @@ class Pools:
 
     host: np.ndarray
     device: torch.Tensor
-    copier: CudaRowCopier
+    copier: GpuRowCopier
 
     def device_bytes(self) -> np.ndarray:
         return self.device.cpu().numpy()
@@ -52,8 +54,8 @@ def make_pools(monkeypatch) -> Iterator[Callable[..., Pools]]:
 
         def make(row_bytes: int, rows: int, choice: str) -> Pools:
             if choice == "neither":
-                monkeypatch.setattr(cuda_pools, "find_batch_call", missing)
-                monkeypatch.setattr(cuda_pools, "CompiledCopyKernel", missing)
+                monkeypatch.setattr(cuda_open, "find_batch_call", missing)
+                monkeypatch.setattr(cuda_open, "CompiledCopyKernel", missing)
                 choice = "auto"
             else:
                 pytest.importorskip("cuda.core")
@@ -61,18 +63,20 @@ def make_pools(monkeypatch) -> Iterator[Callable[..., Pools]]:
             fd = create_segment("test")
             stack.callback(os.close, fd)
             pool = HostPool(fd, PoolGeometry("model", row_bytes, rows), PLENTY)
-            pinned = PinnedPool(pool)
-            stack.callback(pinned.close)
+            lock = PageLock(pool.memory)
+            stack.callback(lock.close)
             stack.callback(torch.cuda.synchronize)
             draw = np.random.default_rng(row_bytes)
-            pool.page_rows[:] = draw.integers(0, 256, (rows, row_bytes), np.uint8)
+            pool.pages.memory[:] = draw.integers(0, 256, (rows, row_bytes), np.uint8)
             # As engines make theirs.
             with torch.inference_mode():
                 start = torch.from_numpy(draw.integers(0, 256, (rows, row_bytes), np.uint8))
                 device = start.cuda()
             torch.cuda.synchronize()
             return Pools(
-                pool.page_rows, device, open_cuda_row_copier(device, pool.page_rows, choice)
+                pool.pages.memory,
+                device,
+                open_gpu_row_copier(tensor_rows(device), pool.pages.page_locked(), choice),
             )
 
         yield make
@@ -97,7 +101,7 @@ def test_every_byte_arrives_and_no_other_changes(make_pools, choice, row_bytes, 
         host_rows, pages = (run_of(draw, rows, count, long_runs) for _ in range(2))
         wanted = pools.device_bytes()
         wanted[pages] = pools.host[host_rows]
-        copy = pools.copier.upload(pages, host_rows)
+        copy = pools.copier.load(pages, host_rows)
         torch.cuda.synchronize()
         assert copy.done()
         np.testing.assert_array_equal(pools.device_bytes(), wanted)
@@ -106,7 +110,7 @@ def test_every_byte_arrives_and_no_other_changes(make_pools, choice, row_bytes, 
         host_rows, pages = (run_of(draw, rows, count, long_runs) for _ in range(2))
         wanted = pools.host.copy()
         wanted[host_rows] = pools.device_bytes()[pages]
-        copy = pools.copier.download(pages, host_rows)
+        copy = pools.copier.store(pages, host_rows)
         torch.cuda.synchronize()
         assert copy.done()
         np.testing.assert_array_equal(pools.host, wanted)
@@ -121,7 +125,7 @@ def refill(device: torch.Tensor) -> None:
 def test_the_time_of_a_copy_is_not_that_of_the_step_before_it(make_pools, choice):
     pools = make_pools(114_048, 64, choice)
     rows = np.arange(64, dtype=np.int32)
-    for start in (pools.copier.download, pools.copier.upload):
+    for start in (pools.copier.store, pools.copier.load):
         for _ in range(2):  # the first turn may load kernels
             begun = torch.cuda.Event(enable_timing=True)
             slept = torch.cuda.Event(enable_timing=True)
@@ -147,7 +151,7 @@ def test_copies_and_steps_keep_their_order(make_pools, choice, on_default_stream
         for value in range(1, 9):
             torch.cuda._sleep(SLOW_CYCLES // 8)
             pools.device.fill_(value)
-            stored = pools.copier.download(pages, slots)
+            stored = pools.copier.store(pages, slots)
             # The first turn may load kernels and page-lock memory, which waits.
             assert value == 1 or not stored.done(), "the call waited for the device"
             pools.copier.before_overwrite(pages[:1])
@@ -159,7 +163,7 @@ def test_copies_and_steps_keep_their_order(make_pools, choice, on_default_stream
 
             torch.cuda._sleep(SLOW_CYCLES // 8)
             pools.device.fill_(200)
-            loaded = pools.copier.upload(pages, slots)
+            loaded = pools.copier.load(pages, slots)
             assert value == 1 or not loaded.done(), "the call waited for the device"
             summed = pools.device.sum(dtype=torch.int64)
             assert int(summed) == value * pools.device.numel()
@@ -175,8 +179,8 @@ def test_stores_beside_loads_and_steps(make_pools, choice):
     with torch.inference_mode():
         for turn in range(20):
             pools.device[:128] = turn
-            stored = pools.copier.download(low, low)
-            loaded = pools.copier.upload(high, high)
+            stored = pools.copier.store(low, low)
+            loaded = pools.copier.load(high, high)
             total = pools.device[128:].sum(dtype=torch.int64)
             pools.copier.before_overwrite(low)
             pools.device[:128] = 255
@@ -192,15 +196,15 @@ def test_no_copy_makes_the_host_wait(make_pools, choice):
     pools = make_pools(1 << 20, 64, choice)
     pages = np.arange(64, dtype=np.int32)
     # torch's allocators have their memory after this.
-    pools.copier.download(pages, pages)
-    pools.copier.upload(pages[:3], pages[5:8])
+    pools.copier.store(pages, pages)
+    pools.copier.load(pages[:3], pages[5:8])
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         torch.cuda._sleep(SLOW_CYCLES)
-        stored = pools.copier.download(pages, pages)
+        stored = pools.copier.store(pages, pages)
         pools.copier.before_overwrite(pages)
-        pools.copier.upload(pages[:3], pages[5:8])
+        pools.copier.load(pages[:3], pages[5:8])
         assert not stored.done()
     finally:
         torch.cuda.set_sync_debug_mode("default")

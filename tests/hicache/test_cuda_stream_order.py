@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.copies.cuda.batch import BatchCopy
-from hicache.copies.cuda.method import PoolPair
-from hicache.copies.cuda.row_copy import BATCH_FROM_BYTES, CopyStreams, CudaRowCopier, MethodChoice
+from hicache.copies.cuda.method import RowPair
+from hicache.copies.cuda.row_copy import BATCH_FROM_BYTES, CopyStreams, GpuRowCopier, MethodChoice
+from hicache.copies.rows import HostRows
 from hicache.copies.runs import RowRuns
 from hicache.errors import HostPoolError
 
@@ -92,12 +93,12 @@ class Machine:
         clock = Clock()
         self.streams = [Stream(number, clock, self.finish) for number in (0, 7, 8)]
         self.refused_after = ROWS + 1
-        self.engine, up, down = self.streams
-        pools = PoolPair(self.device.ctypes.data, ROW_BYTES, self.host.ctypes.data, ROW_BYTES)
-        method = BatchCopy(pools, self.batch_call)
-        self.copier = CudaRowCopier(
+        self.engine, load, store = self.streams
+        rows = RowPair(HostRows.of(self.device), HostRows.of(self.host))
+        method = BatchCopy(rows, self.batch_call)
+        self.copier = GpuRowCopier(
             MethodChoice(method, method, ROW_BYTES),
-            CopyStreams(up, down, lambda: self.engine, lambda stream: stream.record_event()),
+            CopyStreams(load, store, lambda: self.engine, lambda stream: stream.record_event()),
         )
 
     def batch_call(self, targets, sources, sizes, handle) -> str:
@@ -123,7 +124,7 @@ class Machine:
 
 ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from(["step", "upload", "download"]),
+        st.sampled_from(["step", "load", "store"]),
         st.permutations(range(ROWS)),
         st.integers(0, 4),
         st.lists(st.integers(0, 2), max_size=12),
@@ -151,18 +152,18 @@ def test_any_progress_of_the_streams_gives_what_doing_one_after_the_other_gives(
                     machine.device[pages] = (machine.device.sum() + value) % 251
 
                 machine.engine.give(step)
-            case "download":
+            case "store":
                 # The cache gives a host row out once, until it knows that it is whole.
                 slots = [slot for slot, _ in zip(fresh_host_rows, range(count), strict=False)]
                 pages = pages[: len(slots)]
-                copy = machine.copier.download(pages, np.array(slots, np.int32))
+                copy = machine.copier.store(pages, np.array(slots, np.int32))
                 host[slots] = device[pages]
                 stored_rows.append((copy, slots))
-            case "upload":
+            case "load":
                 whole = [slot for copy, slots in stored_rows if copy.done() for slot in slots]
                 pages = pages[: len(whole)]
                 slots = np.array(random.sample(whole, len(pages)), np.int32)
-                machine.copier.upload(pages, slots)
+                machine.copier.load(pages, slots)
                 device[pages] = host[slots]
         machine.run(draws)
     machine.finish()
@@ -173,7 +174,7 @@ def test_any_progress_of_the_streams_gives_what_doing_one_after_the_other_gives(
 
 def test_a_step_that_writes_elsewhere_does_not_wait_for_a_store():
     machine = Machine()
-    copy = machine.copier.download(np.array([1, 2], np.int32), np.array([0, 1], np.int32))
+    copy = machine.copier.store(np.array([1, 2], np.int32), np.array([0, 1], np.int32))
     machine.copier.before_overwrite(np.array([3], np.int32))
     machine.run([0] * 5)
     assert not machine.engine.work
@@ -187,24 +188,24 @@ def test_a_step_that_writes_elsewhere_does_not_wait_for_a_store():
     assert not machine.engine.work, "a store that is over is forgotten"
 
 
-@pytest.mark.parametrize("direction", ["up", "down"])
+@pytest.mark.parametrize("direction", ["load", "store"])
 def test_the_time_of_a_copy_is_not_that_of_the_step_before_it(direction):
     machine = Machine()
     machine.engine.give(lambda: None, takes=5000.0)
     copier = machine.copier
-    start = copier.upload if direction == "up" else copier.download
+    start = copier.load if direction == "load" else copier.store
     copy = start(np.array([1, 3], np.int32), np.array([0, 5], np.int32))
     machine.engine.give(lambda: None, takes=700.0)
     machine.finish()
     assert copy.seconds() == 2 * 1.0 / 1000, "two runs of a millisecond each"
 
 
-@pytest.mark.parametrize("direction", ["up", "down"])
+@pytest.mark.parametrize("direction", ["load", "store"])
 def test_of_a_copy_that_was_refused_nothing_is_under_way(direction):
     """Its rows go to others as soon as the call has raised."""
     machine = Machine()
     machine.refused_after = 2
-    start = machine.copier.upload if direction == "up" else machine.copier.download
+    start = machine.copier.load if direction == "load" else machine.copier.store
     with pytest.raises(HostPoolError, match="cudaErrorUnknown"):
         start(np.array([1, 3, 5], np.int32), np.array([0, 5, 7], np.int32))
     assert not any(stream.work for stream in machine.streams)
@@ -218,7 +219,7 @@ class Named:
         self.runs.append(runs)
 
 
-@pytest.mark.parametrize("direction", ["up", "down"])
+@pytest.mark.parametrize("direction", ["load", "store"])
 def test_the_mean_length_of_the_runs_decides(direction):
     """Not the longest, and not the number of rows: short runs cost as much to begin as long ones."""
     limit = BATCH_FROM_BYTES[direction]
@@ -239,6 +240,6 @@ def test_the_mean_length_of_the_runs_decides(direction):
 def test_nothing_to_copy_is_over_at_once():
     machine = Machine()
     none = np.empty(0, np.int32)
-    assert machine.copier.upload(none, none).done()
-    assert machine.copier.download(none, none).done()
+    assert machine.copier.load(none, none).done()
+    assert machine.copier.store(none, none).done()
     assert not any(stream.work for stream in machine.streams)

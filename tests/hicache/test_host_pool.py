@@ -39,9 +39,9 @@ def slots(*numbers: int) -> np.ndarray:
 
 
 def publish_one(pool: HostPool, slot: int, key: bytes, parent: bytes = bytes(16), depth: int = 0):
-    pool.pages.begin_write(slots(slot))
-    pool.page_rows[slot] = key[0]
-    pool.pages.publish(slots(slot), [key], [parent], np.array([depth], np.uint32), 77)
+    pool.page_headers.begin_write(slots(slot))
+    pool.pages.memory[slot] = key[0]
+    pool.page_headers.publish(slots(slot), [key], [parent], np.array([depth], np.uint32), 77)
 
 
 def test_budget_is_for_pages_alone():
@@ -62,15 +62,15 @@ def test_a_budget_below_one_page_is_refused():
 def test_rows_are_packed_aligned_at_their_start_and_apart_from_all_else(segment):
     with attached(segment) as pool:
         base = pool.memory.ctypes.data
-        assert (pool.page_rows.ctypes.data - base) % 4096 == 0
-        assert (pool.state_rows.ctypes.data - base) % 4096 == 0
-        assert pool.page_rows[1].ctypes.data - pool.page_rows[0].ctypes.data == 5000
-        pool.page_rows[:] = 255
-        assert not pool.state_rows.any()
-        pool.state_rows[:] = 255
-        assert not pool.pages.valid_slots() and not pool.states.valid_slots()
+        assert (pool.pages.memory.ctypes.data - base) % 4096 == 0
+        assert (pool.states.memory.ctypes.data - base) % 4096 == 0
+        assert pool.pages.memory[1].ctypes.data - pool.pages.memory[0].ctypes.data == 5000
+        pool.pages.memory[:] = 255
+        assert not pool.states.memory.any()
+        pool.states.memory[:] = 255
+        assert not pool.page_headers.valid_headers() and not pool.state_headers.valid_headers()
     with attached(segment) as pool:
-        assert pool.recovered and pool.page_rows.all() and pool.state_rows.all()
+        assert pool.recovered and pool.pages.memory.all() and pool.states.memory.all()
 
 
 def test_headers_and_rows_outlive_the_mapping(segment):
@@ -80,18 +80,18 @@ def test_headers_and_rows_outlive_the_mapping(segment):
         publish_one(pool, 2, b"b" * 16, parent=b"a" * 16, depth=1)
     with attached(segment) as pool:
         assert pool.recovered
-        first, second = pool.pages.valid_slots()
+        first, second = pool.page_headers.valid_headers()
         assert first == (4, b"a" * 16, bytes(16), 0, 77)
         assert second == (2, b"b" * 16, b"a" * 16, 1, 77)
-        assert (pool.page_rows[4] == ord("a")).all()
+        assert (pool.pages.memory[4] == ord("a")).all()
 
 
 def test_a_slot_is_invalid_from_the_moment_its_row_may_change(segment):
     with attached(segment) as pool:
         publish_one(pool, 1, b"a" * 16)
-        pool.pages.begin_write(slots(1))
+        pool.page_headers.begin_write(slots(1))
     with attached(segment) as pool:
-        assert pool.pages.valid_slots() == []
+        assert pool.page_headers.valid_headers() == []
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,13 @@ def test_a_slot_is_invalid_from_the_moment_its_row_may_change(segment):
 def test_a_pool_made_for_anything_else_is_wiped(segment, other):
     with attached(segment) as pool:
         publish_one(pool, 1, b"a" * 16)
-        pool.state_rows[:] = 3
+        pool.states.memory[:] = 3
     with attached(segment, other) as pool:
         assert not pool.recovered
-        assert not pool.pages.valid_slots() and not pool.states.valid_slots()
+        assert not pool.page_headers.valid_headers() and not pool.state_headers.valid_headers()
     with attached(segment) as pool:
         assert not pool.recovered, "nor is it served when the first model comes back"
-        assert not pool.pages.valid_slots()
+        assert not pool.page_headers.valid_headers()
 
 
 @pytest.mark.parametrize("byte", range(64))
@@ -123,8 +123,8 @@ def test_a_changed_header_is_not_believed(segment, byte):
     with attached(segment) as pool:
         publish_one(pool, 1, b"a" * 16)
         pool.memory[4096 + 64 + byte] ^= 1
-        damaged = pool.pages.damaged().tolist()
-        valid = [found.slot for found in pool.pages.valid_slots()]
+        damaged = pool.page_headers.damaged().tolist()
+        valid = [found.row for found in pool.page_headers.valid_headers()]
     last_use = range(48, 56)
     status = range(32, 36)
     if byte in status:
@@ -158,7 +158,7 @@ def test_two_processes_cannot_have_it_at_once(segment):
 
 def test_closing_while_somebody_reads_is_an_error(segment):
     pool = HostPool(segment, GEOMETRY, PLENTY)
-    rows = pool.page_rows
+    rows = pool.pages.memory
     with pytest.raises(BufferError):
         pool.close()
     assert rows.shape == (7, 5000)

@@ -53,11 +53,14 @@ def hit_tokens(cache, prompt: int) -> int:
 
 def check_rows(pool) -> int:
     """All valid slots hold whole rows of their own key; how many pages there are."""
-    for table, rows in ((pool.pages, pool.page_rows), (pool.states, pool.state_rows)):
-        for found in table.valid_slots():
+    for table, rows in (
+        (pool.page_headers, pool.pages.memory),
+        (pool.state_headers, pool.states.memory),
+    ):
+        for found in table.valid_headers():
             key = np.frombuffer(found.key, np.uint8)
-            assert (rows[found.slot].reshape(-1, len(key)) == key).all(), "half a row is served"
-    return len(pool.pages.valid_slots())
+            assert (rows[found.row].reshape(-1, len(key)) == key).all(), "half a row is served"
+    return len(pool.page_headers.valid_headers())
 
 
 def test_what_was_stored_is_served_and_what_was_half_stored_is_not(segment):

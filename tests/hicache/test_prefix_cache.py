@@ -10,15 +10,9 @@ import random
 import numpy as np
 import pytest
 
-from hicache.cache.index import NO_SLOT
+from hicache.cache.index import ABSENT
 from hicache.cache.outcomes import Hit, Miss, MissReason, SkipReason
 from hicache.keys import PromptKeys
-
-
-def longest_announced(small, tokens: list[int], salt: str = "") -> int:
-    """Tokens of the longest hit that announced prefills will make possible."""
-    hits = small.cache.announced(keys_of(small, tokens, salt))
-    return next((num_tokens for num_tokens, _ in hits), 0)
 
 
 def numbered(count: int, first: int = 0) -> list[int]:
@@ -48,12 +42,12 @@ def test_a_hit_ends_at_a_page_border_and_leaves_tokens_to_replay(make_cache, len
 def test_a_hit_names_the_slots_of_its_pages_in_order(make_cache):
     small = make_cache(num_pages=50)
     plan = small.cache.begin_store(keys_of(small, numbered(16)))
-    assert plan.page_indexes.tolist() == [0, 1, 2, 3]
+    assert plan.blocks.tolist() == [0, 1, 2, 3]
     assert plan.states == () and plan.num_bytes == 4 * 64
     small.cache.commit(plan)
     hit = lookup(small, numbered(12))
-    assert hit.page_slots.tolist() == plan.page_slots[:2].tolist()
-    assert hit.state_slot == NO_SLOT
+    assert hit.host_pages.tolist() == plan.host_pages[:2].tolist()
+    assert hit.host_state == ABSENT
 
 
 def test_a_hit_ends_where_a_state_is(make_cache):
@@ -137,7 +131,7 @@ def test_only_what_is_missing_is_copied(make_cache):
     assert small.store(numbered(21))
     assert not small.store(numbered(21)), "all there"
     plan = small.cache.begin_store(keys_of(small, numbered(32)))
-    assert plan.page_indexes.tolist() == [5, 6, 7]
+    assert plan.blocks.tolist() == [5, 6, 7]
     assert [state.position for state in plan.states] == [32, 28]
 
 
@@ -145,7 +139,7 @@ def test_two_stores_at_once_share_the_work(make_cache):
     small = make_cache(num_pages=50)
     first = small.cache.begin_store(keys_of(small, numbered(16)))
     second = small.cache.begin_store(keys_of(small, numbered(32)))
-    assert second.page_indexes.tolist() == [4, 5, 6, 7]
+    assert second.blocks.tolist() == [4, 5, 6, 7]
     assert small.hit(numbered(40)) == 0, "not before the rows are whole"
     small.cache.commit(first)
     assert small.hit(numbered(40)) == 16
@@ -257,7 +251,7 @@ def test_flush_forgets_all_but_overwrites_nothing_that_is_read(make_cache):
     assert small.hit(numbered(16)) == 0
     small.store(numbered(32, 200))
     late = lookup(small, numbered(32, 200))
-    assert not set(late.page_slots.tolist()) & set(hit.page_slots.tolist())
+    assert not set(late.host_pages.tolist()) & set(hit.host_pages.tolist())
     small.cache.commit(running)
     assert small.hit(numbered(8, 100)) == 0
     small.cache.release(hit)
@@ -265,40 +259,6 @@ def test_flush_forgets_all_but_overwrites_nothing_that_is_read(make_cache):
     small.cache.check_integrity()
     small.restart()
     assert small.hit(numbered(16)) == 0
-
-
-# ---- prompts that arrive together -----------------------------------------------------------------
-
-
-def test_an_announced_prefill_tells_others_what_they_can_wait_for(make_cache):
-    small = make_cache(num_pages=50)
-    first = small.cache.announce(keys_of(small, numbered(20)))
-    again = small.cache.announce(keys_of(small, numbered(12)))
-    assert longest_announced(small, numbered(20)) == 16
-    assert longest_announced(small, numbered(60)) == 20
-    assert longest_announced(small, [*numbered(9), 0, 0, 0, 0]) == 8
-    assert longest_announced(small, numbered(20), "tenant") == 0
-    longest, *shorter = small.cache.announced(keys_of(small, numbered(13)))
-    assert longest == (8, first) and (8, again) in shorter, "all who announce it, longest first"
-    small.cache.withdraw(first)
-    small.cache.withdraw(first)
-    assert not small.cache.is_announced(first) and small.cache.is_announced(again)
-    assert longest_announced(small, numbered(60)) == 12
-    small.cache.withdraw(again)
-    assert longest_announced(small, numbered(60)) == 0
-    small.cache.check_integrity()
-
-
-def test_with_states_only_the_anchors_can_be_waited_for(make_cache):
-    small = make_cache(num_pages=50, num_states=9)
-    announcement = small.cache.announce(keys_of(small, numbered(21)))
-    assert longest_announced(small, numbered(21)) == 16
-    assert longest_announced(small, numbered(60)) == 20
-    assert longest_announced(small, numbered(12)) == 0
-    promised = longest_announced(small, numbered(60))
-    small.store(numbered(21))
-    small.cache.withdraw(announcement)
-    assert small.hit(numbered(60)) == promised
 
 
 # ---- what people see ------------------------------------------------------------------------------
@@ -363,7 +323,7 @@ def test_top_prefixes_are_those_that_saved_most(make_cache):
         small.hit([*numbered(8), *numbered(12, 200)])
     small.hit(numbered(8, 300))
     top = small.cache.top_prefixes(10)
-    assert [(prefix.num_tokens, prefix.hits) for prefix in top] == [
+    assert [(prefix.tokens, prefix.hits) for prefix in top] == [
         (16, 3),
         (8, 5),
         (16, 2),
@@ -399,8 +359,8 @@ def test_rows_of_a_prompt_stay_together_in_a_pool_that_has_long_been_full(make_c
         plan = small.cache.begin_store(keys_of(small, tokens))
         if plan is not None:
             if turn > 1500:
-                pages += len(plan.page_slots)
-                runs += 1 + int(np.count_nonzero(np.diff(plan.page_slots) != 1))
+                pages += len(plan.host_pages)
+                runs += 1 + int(np.count_nonzero(np.diff(plan.host_pages) != 1))
             small.cache.commit(plan)
         conversation[1] += rng.randrange(10, 60)
         if conversation[1] > 600:

@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from transport.ids import ProcessName
+from transport.messages.any import ANY_MESSAGE
 from transport.sockets import CountingSocket, DealerSocket, Endpoints, Received, RouterSocket
 
 RECEIVE_MS = 5000
@@ -33,13 +34,13 @@ def context() -> Iterator[zmq.Context]:
 
 @pytest.fixture
 def router(context, endpoints) -> RouterSocket:
-    return RouterSocket(context, endpoints.router)
+    return RouterSocket(context, endpoints.router, ANY_MESSAGE)
 
 
 @pytest.fixture
 def connect(context, endpoints) -> Callable[[str], DealerSocket]:
     """connect("worker/0"): a dealer of that name at the router."""
-    return lambda name: DealerSocket(context, endpoints.router, ProcessName(name))
+    return lambda name: DealerSocket(context, endpoints.router, ProcessName(name), ANY_MESSAGE)
 
 
 @pytest.fixture

@@ -14,21 +14,17 @@ import zmq
 from transport.child import ProcessSettings
 from transport.framing import decode_header
 from transport.ids import ProcessName
-from transport.links.daemon import DaemonLink, LinkError, SocketTelemetry
+from transport.links.daemon import DaemonLink
+from transport.links.errors import LinkError
+from transport.messages.any import ANY_MESSAGE
 from transport.messages.base import PROTOCOL_VERSION, Hello, Refused, Welcome
-from transport.messages.control import (
-    Answer,
-    CommandDone,
-    DumpStacks,
-    FatalError,
-    PeerLost,
-    Query,
-    SetLogLevel,
-    StateChanged,
-)
+from transport.messages.control import DumpStacks, SetLogLevel
+from transport.messages.from_daemon import Answer, PeerLost
 from transport.messages.telemetry import Snapshot
+from transport.messages.to_daemon import SNAPSHOTS, CommandDone, FatalError, Query, StateChanged
 from transport.sockets import RouterSocket
 from transport.stacks import ThreadStack
+from transport.telemetry.catalog import CounterMetric
 from transport.telemetry.metrics import MetricSet
 
 NAME = ProcessName("worker/0")
@@ -39,7 +35,7 @@ class Daemon:
     """The other end of the line, driven by the test."""
 
     def __init__(self, context, endpoints, receive) -> None:
-        self.control = RouterSocket(context, endpoints.control)
+        self.control = RouterSocket(context, endpoints.control, ANY_MESSAGE)
         self.telemetry = context.socket(zmq.SUB)
         self.telemetry.setsockopt(zmq.SUBSCRIBE, b"")
         self.telemetry.bind(endpoints.telemetry)
@@ -50,7 +46,7 @@ class Daemon:
 
     def snapshot(self) -> Snapshot:
         assert self.telemetry.poll(SECONDS * 1000), "no snapshot came"
-        return decode_header(self.telemetry.recv())
+        return decode_header(self.telemetry.recv(), SNAPSHOTS)
 
 
 @pytest.fixture
@@ -68,11 +64,10 @@ def make_link(context, endpoints):
         settings = ProcessSettings(
             NAME, "worker", "test", endpoints.run_dir, os.getpid(), "hash", **{**values, **changes}
         )
-        inbox = []
         metrics = MetricSet()
-        metrics.counter("steps").add(7)
-        link = DaemonLink(context, settings, metrics, SocketTelemetry(), inbox.append)
-        link.inbox = inbox
+        metrics.counter(CounterMetric("steps", "Steps.")).add(7)
+        link = DaemonLink(context, settings, metrics, ANY_MESSAGE)
+        link.inbox = []
         links.append(link)
         return link
 
@@ -81,9 +76,13 @@ def make_link(context, endpoints):
         link.close()
 
 
+def hear(link: DaemonLink):
+    return lambda message, frames: link.inbox.append((message, frames))
+
+
 def welcome(daemon: Daemon, link: DaemonLink) -> Hello:
     with ThreadPoolExecutor(1) as pool:
-        started = pool.submit(link.start)
+        started = pool.submit(link.start, hear(link))
         hello = daemon.take()
         daemon.control.send(NAME, Welcome())
         started.result(SECONDS)
@@ -98,7 +97,7 @@ def test_it_introduces_itself(daemon, make_link):
 def test_a_refusal_has_the_daemons_reason(daemon, make_link):
     link = make_link()
     with ThreadPoolExecutor(1) as pool:
-        started = pool.submit(link.start)
+        started = pool.submit(link.start, hear(link))
         daemon.take()
         daemon.control.send(NAME, Refused("it speaks protocol 0"))
         with pytest.raises(LinkError, match="refused this process: it speaks protocol 0"):
@@ -107,13 +106,13 @@ def test_a_refusal_has_the_daemons_reason(daemon, make_link):
 
 def test_an_absent_daemon_is_noticed(make_link):
     with pytest.raises(LinkError, match=r"did not answer within 0\.1 s"):
-        make_link(connect_seconds=0.1).start()
+        make_link(connect_seconds=0.1).start(print)
 
 
 def test_a_daemon_that_starts_later_is_found(context, endpoints, receive, make_link):
     link = make_link()
     with ThreadPoolExecutor(1) as pool:
-        started = pool.submit(link.start)
+        started = pool.submit(link.start, hear(link))
         assert not Path(endpoints.control.removeprefix("ipc://")).exists()
         late = Daemon(context, endpoints, receive)
         assert isinstance(late.take(), Hello)
@@ -158,10 +157,10 @@ def test_messages_go_both_ways_with_their_frames(daemon, make_link):
     daemon.control.send(NAME, PeerLost(ProcessName("router")))
     while len(link.inbox) < 2:
         daemon.snapshot()  # bounds the wait
-    assert [received.message for received in link.inbox] == [
+    assert [message for message, _ in link.inbox] == [
         Answer(4), PeerLost(ProcessName("router")),
     ]  # fmt: skip
-    assert bytes(link.inbox[0].frames[0]) == b"{}"
+    assert bytes(link.inbox[0][1][0]) == b"{}"
 
 
 def test_the_reason_of_an_end_arrives_though_the_process_closes_at_once(daemon, make_link):

@@ -14,8 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transport.framing import BadMessage, decode_header, encode_header, read_tokens, token_frame
-from transport.messages.any import AnyMessage
+from transport.ids import RequestId
+from transport.messages.any import ANY_MESSAGE, AnyMessage
 from transport.messages.base import Message
+from transport.messages.from_daemon import TO_CLIENT, WORKER_NOTICES
+from transport.messages.generate import Encode
+from transport.messages.to_daemon import TO_DAEMON
+from transport.messages.to_frontend import TO_FRONTEND
+from transport.messages.to_tokenizer import TO_TOKENIZER
+from transport.messages.to_worker import TO_WORKER
 
 KINDS = get_args(AnyMessage)
 SIMPLE = {
@@ -65,7 +72,7 @@ def test_messages_come_back_as_they_went(kind):
     def check(message):
         header = encode_header(message)
         for frame in (header, bytearray(header), memoryview(header), zmq.Frame(header)):
-            found = decode_header(frame)
+            found = decode_header(frame, ANY_MESSAGE)
             assert type(found) is kind
             assert found == message
 
@@ -75,7 +82,7 @@ def test_messages_come_back_as_they_went(kind):
 @given(st.binary(max_size=200))
 def test_garbage_is_refused_or_is_a_message(data):
     try:
-        assert isinstance(decode_header(data), Message)
+        assert isinstance(decode_header(data, ANY_MESSAGE), Message)
     except BadMessage as error:
         assert "protocol version" in str(error)
 
@@ -87,7 +94,7 @@ def test_damaged_messages_are_refused_or_are_messages(message, data):
     header[data.draw(st.integers(0, len(header) - 1))] = data.draw(st.integers(0, 255))
     length = data.draw(st.integers(0, len(header)))
     with contextlib.suppress(BadMessage):
-        assert isinstance(decode_header(bytes(header[:length])), Message)
+        assert isinstance(decode_header(bytes(header[:length]), ANY_MESSAGE), Message)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +103,7 @@ def test_damaged_messages_are_refused_or_are_messages(message, data):
 )
 def test_what_is_no_message_is_refused(value):
     with pytest.raises(BadMessage):
-        decode_header(msgspec.msgpack.encode(value))
+        decode_header(msgspec.msgpack.encode(value), ANY_MESSAGE)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -106,7 +113,7 @@ def test_fields_that_a_newer_peer_appends_do_not_disturb(kind):
     def check(message):
         values = [getattr(message, f.name) for f in msgspec.structs.fields(kind)]
         newer = msgspec.msgpack.encode([kind.__name__, *values, "something new"])
-        assert decode_header(newer) == message
+        assert decode_header(newer, ANY_MESSAGE) == message
 
     check()
 
@@ -129,3 +136,11 @@ def test_tokens_of_a_view_with_gaps_are_packed():
 def test_half_a_token_is_refused(size):
     with pytest.raises(BadMessage, match=f"{size} bytes"):
         read_tokens(b"x" * size)
+
+
+def test_a_receiver_takes_only_what_is_meant_for_it():
+    header = encode_header(Encode(RequestId("a"), "text"))
+    assert decode_header(header, TO_TOKENIZER) == Encode(RequestId("a"), "text")
+    for decoder in (TO_WORKER, TO_FRONTEND, TO_DAEMON, TO_CLIENT, WORKER_NOTICES):
+        with pytest.raises(BadMessage):
+            decode_header(header, decoder)

@@ -7,6 +7,7 @@ import zmq
 
 from transport.framing import BadMessage, encode_header
 from transport.ids import ProcessName, RequestId
+from transport.messages.any import ANY_MESSAGE
 from transport.messages.base import Hello, Welcome
 from transport.messages.generate import Cancel, Encoded
 from transport.sockets import IPC_PATH_MAX_BYTES, DealerSocket, Endpoints
@@ -86,7 +87,7 @@ def test_a_dealer_whose_router_does_not_read_refuses(router, connect):
 
 
 def test_without_a_router_messages_wait_up_to_the_mark(context, endpoints):
-    dealer = DealerSocket(context, endpoints.router, WORKER)
+    dealer = DealerSocket(context, endpoints.router, WORKER, ANY_MESSAGE)
     assert fill(lambda: dealer.send(HELLO)) >= 20_000
 
 

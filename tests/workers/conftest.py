@@ -14,15 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from hicache.cache.prefix_cache import PrefixCache
+from hicache.copies.cache_copies import CacheCopies
+from hicache.copies.open import open_cache_copies
 from hicache.errors import HostPoolError
+from hicache.manager.host import HostPrefixCache
 from hicache.pool.host_pool import HostPool, PoolGeometry
 from hicache.pool.segment import create_segment
 from transport.ids import ProcessName, RequestId
-from transport.messages.generate import SamplingParams
-from workers.engine.fake import FakeCopies, FakeEngine, FakeEngineSettings, fake_next_token
-from workers.prefix_reuse import PrefixReuse
-from workers.prefix_transfer import PrefixTransfers
+from transport.messages.generate import Generate, SamplingParams
+from transport.telemetry.metrics import MetricSet
+from workers.engine.fake import FakeEngine, FakeEngineSettings, fake_next_token
 from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.sequence import Sequence
 
@@ -36,7 +37,7 @@ class LateCopies:
     """Copies that are over only at the `delay`-th question. Pages are stored as late as a GPU may do it:
     when the copy is over, or when a step or a load is about to overwrite them."""
 
-    def __init__(self, copies: FakeCopies, delay: int) -> None:
+    def __init__(self, copies: CacheCopies, delay: int) -> None:
         self._copies = copies
         self._delay = delay
         self._stores: list[tuple[set[int], _Late]] = []
@@ -47,7 +48,7 @@ class LateCopies:
         if call in self.refused:
             raise HostPoolError(f"the device refuses to {call}")
 
-    def before_overwrite(self, pages) -> None:
+    def before_step(self, pages) -> None:
         for stored, late in self._stores:
             if stored & set(pages.tolist()):
                 late.make()
@@ -56,17 +57,17 @@ class LateCopies:
     def close(self) -> None:
         """Let go of the pool, as a worker does that ends amid copies."""
         self._stores.clear()
-        del self._copies
+        self._copies = None
 
-    def load_pages(self, pages, host_slots):
+    def load_pages(self, pages, host_pages):
         self._ask("load_pages")
-        self.before_overwrite(pages)
-        self._copies.load_pages(pages, host_slots)
+        self.before_step(pages)
+        self._copies.load_pages(pages, host_pages)
         return _Late(self._delay)
 
-    def store_pages(self, pages, host_slots):
+    def store_pages(self, pages, host_pages):
         self._ask("store_pages")
-        late = _Late(self._delay, lambda: self._copies.store_pages(pages, host_slots))
+        late = _Late(self._delay, lambda: self._copies.store_pages(pages, host_pages))
         self._stores.append((set(pages.tolist()), late))
         return late
 
@@ -121,29 +122,29 @@ class Rank:
             layout.fingerprint, layout.page_bytes, host_pages, layout.stored_state_bytes, states
         )
         self.pool = HostPool(fd, geometry, PLENTY)
-        self.cache = PrefixCache(
-            self.pool,
-            page_tokens=PAGE,
-            replay_tokens=layout.replay_tokens,
-            max_pending_bytes=PLENTY,
+        pool = self.pool
+        copies = open_cache_copies(
+            self.engine.device_cache(), pool.memory, pool.pages, pool.states, "auto"
         )
-        copies = self.engine.cache_copies(self.pool)
         self.copies = LateCopies(copies, delay)
-        self.transfers = PrefixTransfers(self.cache, self.pool, self.copies)
-        reuse = PrefixReuse(self.cache, layout.keep_tokens)
-        self.scheduler = Scheduler(self.engine.info, budget, 2, reuse)
+        manager = HostPrefixCache(self.pool, layout, self.copies, MetricSet(), PLENTY)
+        self.cache, self.transfers = manager.cache, manager.transfers
+        self.prefills = manager.prefills
+        self.scheduler = Scheduler(self.engine.info, budget, 2, manager.reuse)
         self.depth = depth
         self.window = window
         self.got: dict[RequestId, list[int]] = {}
         self.cached: dict[RequestId, int] = {}
 
-    def add(self, number: int, prompt: list[int], output: int, **changes) -> Sequence:
-        """Queue request `r<number>`."""
+    def add(
+        self, number: int, prompt: list[int], output: int, prompt_len: int | None = None, **generate
+    ) -> Sequence:
+        """Queue request `r<number>`. `generate`: fields of `Generate`."""
         sequence = Sequence(
             key=(RequestId(f"r{number}"), 0), frontend=ProcessName("frontend/0"),
-            prompt=np.asarray(prompt, np.int32), sampling=SamplingParams(max_tokens=output),
+            prompt=np.asarray(prompt, np.int32), prompt_len=prompt_len or len(prompt),
+            generate=Generate(SamplingParams(max_tokens=output), **generate),
             seed=0, arrival=float(number),
-            **{"prompt_len": len(prompt), "uses_prefix_cache": True, **changes},
         )  # fmt: skip
         self.scheduler.add(sequence)
         return sequence
@@ -171,23 +172,22 @@ class Rank:
 
     def turn(self) -> bool:
         """As the worker's loop does it. False: there was nothing to do."""
-        plan = self.scheduler.plan()
+        step = self.scheduler.next_step()
         self.scheduler.check_integrity()
-        if plan is not None:
-            self.transfers.load(plan.loads)
-            self.copies.before_overwrite(plan.written_pages())
-            self.engine.launch(plan)
-            self.transfers.store(plan.stores)
-        worked = self.scheduler.num_launched > (self.depth if plan is not None else 0)
+        if step is not None:
+            self.transfers.load(step.plan.loads, step.plan.written_pages())
+            step.launched = self.engine.launch(step.plan)
+            self.transfers.store(step.plan.stores)
+        worked = self.scheduler.num_in_flight > (self.depth if step is not None else 0)
         if worked:
-            output = self.scheduler.apply(self.engine.collect())
-            for sequence in output.started:
-                self.cached[sequence.key[0]] = sequence.cached_tokens
+            output = self.scheduler.collect()
+            for sequence in output.step.started:
+                self.cached[sequence.key[0]] = sequence.prefix.cached_tokens
             for row in output.rows:
                 self.got.setdefault(row.sequence.key[0], []).append(row.token)
         has_arrived = self.transfers.poll()
         self.cache.check_integrity()
-        return worked or has_arrived or plan is not None or self.transfers.num_open > 0
+        return worked or has_arrived or step is not None or self.transfers.num_open > 0
 
     def run(self) -> None:
         for _ in range(5000):
@@ -197,11 +197,10 @@ class Rank:
 
     def close(self) -> None:
         self.transfers.close()
-        self.copies.close()
         self.pool.close()
 
     def check_rest(self) -> None:
-        assert self.scheduler.pages_used == self.scheduler.slots_used == 0
+        assert self.scheduler.blocks.pages_used == self.scheduler.blocks.slots_used == 0
         assert self.cache.stats().pages_pinned == 0
         assert self.cache.stats().pending_bytes == 0
 

@@ -26,24 +26,25 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from hicache.layout import CacheLayout
 from transport.messages.generate import SamplingParams
-from workers.attention.paged import ATTENTION_NAME, PagePool, register
-from workers.contract import DecodeRow, PromptChunk, StepPlan
-from workers.engine import device as worker_device
-from workers.engine import step_inputs
-from workers.models.cache_layout import build_cache_layout, layer_shapes
+from workers.attention.page_pool import PagePool
+from workers.contract import DecodeRow, EngineInfo, PromptChunk, StepPlan
+from workers.engine import step_buffers
+from workers.engine.engine import ModelEngine
 from workers.models.deepseek_v41.cache.pools import ServingCaches
-from workers.models.deepseek_v41.cache.row_layout import build_serving_layout
 from workers.models.deepseek_v41.cache.states import cut_state, load_state
 from workers.models.deepseek_v41.config.config_file import read_config
-from workers.models.deepseek_v41.model import slot_tables
+from workers.models.deepseek_v41.layout.cache_layout import build_cache_layout as describe_caches
+from workers.models.deepseek_v41.layout.row_layout import build_serving_layout
+from workers.models.deepseek_v41.loading.placing import WeightLoader
 from workers.models.deepseek_v41.model.model import DeepseekV41
-from workers.models.deepseek_v41.model.step import StepBuilder
+from workers.models.deepseek_v41.model.served import ServedDeepseekV41
 from workers.models.deepseek_v41.moe.experts import Experts
 from workers.models.deepseek_v41.weights.checkpoint import open_checkpoint
-from workers.models.deepseek_v41.weights.placing import WeightLoader
-from workers.models.hf.probe import model_logits
-from workers.sampling.sampler import Sampler
+from workers.models.hf.attention_function import ATTENTION_NAME, register
+from workers.models.hf.model import HfModel
+from workers.models.hf.page_layout import build_cache_layout, layer_shapes
 
 # A PyTorch without CUDA makes no tensors of that device, not even fake ones.
 _setup_privateuseone_for_python_backend("fakegpu")
@@ -74,6 +75,9 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         inputs = tensors((args, kwargs))
         devices = {t.device.type for t in inputs if t.dim()}
+        if func is torch.ops.aten.copy_.default and len(devices) == 2:
+            assert args[2:] == (True,), f"{func} waits for a copy"
+            return func(*args, **(kwargs or {}))
         assert len(devices) < 2, f"{func} gets tensors of {devices}"
         result = func(*args, **(kwargs or {}))
         moves = devices and any(t.device.type not in devices for t in tensors(result))
@@ -85,10 +89,17 @@ def tensors(tree: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def host_words(count: int, *, page_locked: bool) -> step_buffers.HostWords:
+    """A fake tensor has no memory that an array could share."""
+    assert page_locked
+    return step_buffers.HostWords(torch.zeros(count, dtype=torch.int32), np.zeros(count, np.int32))
+
+
 @pytest.fixture
 def fake_gpu(monkeypatch) -> Iterator[FakeTensorMode]:
     """Within it, tensors of the GPU can be made, and those of the CPU are as good as page-locked."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(step_buffers, "host_words", host_words)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         yield mode
 
@@ -123,6 +134,22 @@ def move_module(moved: Callable[[torch.Tensor], torch.Tensor], model: torch.nn.M
             module._buffers[name] = moved(buffer)
 
 
+def info(layout: CacheLayout, vocab_size: int, depth: int) -> EngineInfo:
+    return EngineInfo(
+        layout, num_pages=40, max_num_seqs=4, max_model_len=8 * 128, vocab_size=vocab_size,
+        eos_token_ids=(2,), pipeline_depth=depth, device="fakegpu",
+    )  # fmt: skip
+
+
+def run(engine: ModelEngine) -> None:
+    """All of `plans`, but for the wait for their tokens."""
+    with Watch():
+        for plan in plans():
+            slots, sampled = engine._compute(engine._open(), plan)
+            assert len(slots) == len(sampled.tokens)
+            assert sampled.to_host().tokens.device == CPU
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_transformers_model_keeps_to_the_gpu(request, name):
     config: PreTrainedConfig = CONFIGS[name]()
@@ -132,18 +159,8 @@ def test_a_transformers_model_keeps_to_the_gpu(request, name):
     mode = request.getfixturevalue("fake_gpu")  # the weights had to be real ones
     move_module(mover(mode), model)
     layout = build_cache_layout(layer_shapes(config), "bfloat16", config, "weights")
-    tables = step_inputs.SlotTables(4, 8, PagePool(layout, 40, GPU))
-    sampler = Sampler(4, config.vocab_size, (2,), GPU)
-    with Watch():
-        for plan in plans():
-            sampler.observe(plan.prompts)
-            of = tables.prepare(plan)
-            logits = model_logits(
-                model, of.input_ids, of.position_ids, of.attention, of.sample_rows
-            )
-            sampled = sampler.sample(logits, of.slots, of.slot_index, of.positions)
-            tables.last_token[of.slot_index] = sampled.tokens
-            assert sampled.to_host().tokens.device == CPU
+    served = HfModel(model, PagePool(layout, 40, GPU), None)
+    run(ModelEngine(served, info(layout, config.vocab_size, 1), GPU, 512))
 
 
 class FakeLookup:
@@ -183,23 +200,22 @@ def test_deepseek_v41_keeps_to_the_gpu(request, kv_format):
         rope.frequencies = moved(rope.frequencies)
     layout = build_serving_layout(config, kv_format, 24, store_anchors=True)
     caches = ServingCaches(config, layout, 40, 4, GPU, torch.bfloat16)
-    builder = StepBuilder(config, layout, exact=False)
-    tables = slot_tables.SlotTables(builder, FakeLookup(config), 4, 8, GPU)
-    sampler = Sampler(4, config.vocab_size, (2,), GPU)
+    served = ServedDeepseekV41(model, caches, FakeLookup(config), batch_invariant=False)
+    described = describe_caches(config, layout, 24, "bfloat16", "weights")
+    run(ModelEngine(served, info(described, config.vocab_size, 0), GPU, 512))
     with Watch():
-        for plan in plans():
-            sampler.observe(plan.prompts)
-            of = tables.prepare(plan)
-            sampled = sampler.sample(model(of.step, caches), of.slots, of.slot_index, of.positions)
-            tables.sampled(of, sampled.tokens)
-            assert sampled.to_host().tokens.device == CPU
         load_state(caches, 2, cut_state(caches, 0, 256, 301), 256)
 
 
 def test_the_watch_sees_what_a_gpu_would_wait_for_or_refuse(fake_gpu):
     on_gpu, on_cpu = torch.zeros(3, device=GPU), torch.zeros(3)
     with Watch():
-        assert worker_device.upload_int32([np.zeros(3, np.int32)], GPU)[0].device == GPU
+        buffers = step_buffers.StepBuffers(GPU, 1, 8, 2, 4)
+        buffers.begin()
+        assert buffers.put(np.zeros(3, np.int32)).device == GPU
+        buffers.send()
+        with pytest.raises(AssertionError, match="waits for a copy"):
+            on_gpu.copy_(on_cpu)
         with pytest.raises(AssertionError, match="gets tensors of"):
             on_gpu[on_cpu.long()]
         with pytest.raises(AssertionError, match="waits for a copy"):

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from workers.engine import host_memory
-from workers.engine.host_memory import available_host_memory
-
-GIB = 1 << 30
+from transport.wording import GIB
+from workers.hardware import host_memory
+from workers.hardware.host_memory import available_host_memory
 
 
 @pytest.mark.parametrize("unified", [True, False])

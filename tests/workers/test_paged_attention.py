@@ -10,16 +10,13 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from workers.attention import math as attention_math
+from workers.attention.batch import Segment
 from workers.attention.math import AttentionOptions, attend, attend_causally
-from workers.attention.paged import (
-    DecodeStep,
-    PagePool,
-    Segment,
-    SegmentedStep,
-    paged_attention,
-)
+from workers.attention.page_pool import PagePool
+from workers.attention.torch_attention import DecodeStep, SegmentedStep
 from workers.contract import ModelLoadError
-from workers.models.cache_layout import LayerShape, build_cache_layout
+from workers.models.hf.attention_function import paged_attention
+from workers.models.hf.page_layout import LayerShape, build_cache_layout
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 6
 CPU = torch.device("cpu")
@@ -117,7 +114,7 @@ def test_prompt_chunks_match_the_reference(
             keys.append(data.keys[sequence][start:end])
             values.append(data.values[sequence][start:end])
             places.append(data.place(sequence, torch.arange(start, end)))
-            segments.append(Segment(rows, end - start, start, data.tables[sequence]))
+            segments.append(Segment(sequence, rows, start, end - start))
             rows += end - start
             if start + chunk >= length or start == 0:
                 wanted.append(
@@ -129,7 +126,7 @@ def test_prompt_chunks_match_the_reference(
                     )
                 )
         pages, offsets = (torch.cat(part) for part in zip(*places, strict=True))
-        step = SegmentedStep(data.pool, segments, pages, offsets)
+        step = SegmentedStep(data.pool, tuple(segments), data.tables, pages, offsets)
         got = step.attend(1, torch.cat(queries), torch.cat(keys), torch.cat(values), options)
         for row, want in wanted:
             torch.testing.assert_close(

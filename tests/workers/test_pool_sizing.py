@@ -8,22 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from workers.contract import CacheLayout, EngineError, EngineInfo, ModelLoadError
+from hicache.layout import CacheLayout
+from tests.support.engines import engine_settings
+from workers.contract import EngineError, EngineInfo, ModelLoadError
 from workers.engine import pool_sizing
-from workers.engine.pool_sizing import allocating_pools, choose_context_length, size_pools
-from workers.engine.settings import EngineSettings
+from workers.engine.pool_sizing import allocating_pools, size_pools
+from workers.hardware import device as hardware_device
+from workers.models.served_model import choose_context_length
+from workers.settings import EngineSettings
 
 CPU = torch.device("cpu")
 GB = 10**9
 
 
 def make_settings(**changes) -> EngineSettings:
-    defaults = {
-        "model_dir": "", "accelerator": "cpu", "device_index": 0, "dtype": "auto", "load_format": "dummy",
-        "max_model_len": None, "max_num_seqs": 4, "kv_cache_gb": None, "gpu_memory_utilization": 0.9,
-        "max_batched_tokens": 512, "num_threads": 1, "report": lambda line: None,
-    }  # fmt: skip
-    return EngineSettings(**{**defaults, **changes})
+    return engine_settings(**{"dtype": "auto", "load_format": "dummy", **changes})
 
 
 def make_info(page_bytes: int = GB // 100, state_bytes: int = 0) -> EngineInfo:
@@ -43,12 +42,13 @@ def memory(monkeypatch):
 
     def free(amount: int) -> None:
         monkeypatch.setattr(pool_sizing, "available_host_memory", lambda: amount)
+        monkeypatch.setattr(hardware_device, "available_host_memory", lambda: amount)
 
     return free
 
 
 def size(settings: EngineSettings, info: EngineInfo) -> EngineInfo:
-    return size_pools(settings, info, CPU, lambda _: pytest.fail("a CPU needs no trial"))
+    return size_pools(settings, info, CPU, lambda _: pytest.fail("a CPU needs no trial"), print)
 
 
 def test_what_is_asked_for_is_given_up_to_what_all_sequences_can_use(memory):
@@ -89,7 +89,7 @@ def test_what_loading_left_to_pytorchs_pool_is_free_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.pop(0))
     settings = make_settings(kv_cache_gb=0.4)
     info = size_pools(
-        settings, make_info(), torch.device("cuda", 0), lambda _: pytest.fail("sized")
+        settings, make_info(), torch.device("cuda", 0), lambda _: pytest.fail("sized"), print
     )
     assert info.num_pages == 40
 

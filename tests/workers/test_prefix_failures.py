@@ -8,11 +8,12 @@ import os
 import pytest
 
 from hicache.cache.outcomes import SkipReason
+from hicache.copies.open import open_cache_copies
+from hicache.errors import PrefixLoadError
+from hicache.manager.host import PoolOrder, open_host_prefix_cache
 from hicache.pool.segment import create_segment
 from transport.telemetry.metrics import MetricSet
-from workers.contract import EngineError
 from workers.engine.fake import FakeEngine, FakeEngineSettings
-from workers.prefix_storage import PoolOrder, open_prefix_storage
 
 COMMON = [1, 2, 3, 4, 5, 6, 7] * 6
 
@@ -77,7 +78,7 @@ def test_a_load_that_fails_ends_the_engine_but_not_the_next_one(rank_class, call
             rank.run()
             assert rank.tokens_of(1) == rank.simulate(COMMON, 3)
         else:
-            with pytest.raises(EngineError, match=f"cannot be loaded.*refuses to {call}"):
+            with pytest.raises(PrefixLoadError, match=f"cannot be loaded.*refuses to {call}"):
                 rank.run()
         rank.close()
     os.close(fd)
@@ -87,18 +88,24 @@ def test_closing_does_not_hide_why_the_worker_ends():
     """The traceback of the error that ends it may hold rows of the pool."""
     fd = create_segment("test")
     engine = FakeEngine(FakeEngineSettings(100, 8, 2, 1024))
-    order = PoolOrder(fd, engine.info.layout.page_bytes * 4, 0)
-    storage = open_prefix_storage(order, engine, MetricSet())
+    layout = engine.info.layout
+    order = PoolOrder(fd, layout.page_bytes * 4, 0)
+
+    def copies(pool):
+        device = engine.device_cache()
+        return open_cache_copies(device, pool.memory, pool.pages, pool.states, "auto")
+
+    manager = open_host_prefix_cache(order, layout, 1 << 30, copies, MetricSet())
 
     def fail(copies) -> None:
         raise ZeroDivisionError("the cause")
 
     def serve() -> None:
         try:
-            fail(storage.transfers._copies)
+            fail(manager.transfers._copies)
         finally:
             engine.close()
-            storage.close()
+            manager.close()
 
     with pytest.raises(ZeroDivisionError, match="the cause"):
         serve()

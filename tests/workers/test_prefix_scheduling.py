@@ -41,7 +41,7 @@ class Wanted:
         """`done`: tokens that it got elsewhere."""
         rank.add(
             number, [*self.prompt, *done], self.output, prompt_len=len(self.prompt),
-            uses_prefix_cache=self.uses_cache, cache_salt=self.salt,
+            prefix_cache=self.uses_cache, cache_salt=self.salt,
         )  # fmt: skip
 
 
@@ -194,12 +194,12 @@ def test_the_one_that_is_waited_for_may_go_away(make_rank):
 def test_a_request_may_stay_out_of_the_cache(make_rank):
     rank = make_rank(0, 0)
     prompt = [4] * 50
-    rank.add(0, prompt, 1, uses_prefix_cache=False)
+    rank.add(0, prompt, 1, prefix_cache=False)
     rank.run()
     assert rank.cache.stats().pages_used == 0  # it has stored nothing
     rank.add(1, prompt, 1)
     rank.run()
-    rank.add(2, prompt, 1, uses_prefix_cache=False)
+    rank.add(2, prompt, 1, prefix_cache=False)
     rank.add(3, prompt, 1, cache_salt="another tenant")
     rank.add(4, prompt, 1)
     rank.run()
@@ -213,17 +213,18 @@ def test_a_hit_that_was_not_loaded_yet_goes_with_its_sequence(make_rank):
     rank.add(0, prompt, 1)
     rank.run()
     scheduler = rank.scheduler
-    cover = scheduler._cover
+    blocks = scheduler.blocks
+    cover = blocks.cover
     # There are pages for what is loaded and none for the first chunk.
-    scheduler._cover = lambda sequence, start, stop: start if start else cover(sequence, 0, stop)
+    blocks.cover = lambda sequence, stop: min(cover(sequence, stop), 32)
     sequence = rank.add(1, prompt, 1)
-    assert scheduler.plan() is None
-    assert sequence.cached_tokens > 0 and rank.cache.stats().pages_pinned > 0
+    assert scheduler.next_step() is None
+    assert sequence.prefix.cached_tokens > 0 and rank.cache.stats().pages_pinned > 0
     rank.cancel(1)
     assert rank.cache.stats().pages_pinned == 0
-    scheduler._cover = cover
+    blocks.cover = cover
     rank.add(2, [5] * 50, 1)
-    assert scheduler.plan().loads == ()
+    assert scheduler.next_step().plan.loads == ()
 
 
 def test_a_hit_is_loaded_with_the_first_chunk(make_rank):
@@ -232,6 +233,6 @@ def test_a_hit_is_loaded_with_the_first_chunk(make_rank):
     rank.add(0, prompt, 1)
     rank.run()
     sequence = rank.add(1, prompt, 1)
-    (load,) = rank.scheduler.plan().loads
-    assert (load.slot, load.hit.num_tokens) == (sequence.slot, sequence.cached_tokens)
+    (load,) = rank.scheduler.next_step().plan.loads
+    assert (load.slot, load.hit.num_tokens) == (sequence.slot, sequence.prefix.cached_tokens)
     assert list(load.pages) == sequence.pages[: load.hit.num_tokens // PAGE]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hicache.cache.outcomes import MissReason, SkipReason
+from hicache.manager.telemetry import PrefixTelemetry
 from transport.telemetry.metrics import MetricSet
-from workers.prefix_telemetry import PrefixTelemetry
 
 
 def labels_of(metrics: MetricSet, name: str) -> dict[str, float]:
@@ -47,5 +47,5 @@ def test_the_seconds_of_copies_are_those_that_their_bytes_travelled(make_rank):
         rank.run()
     # Of the first prompt pages and two states, of the second one nothing more; up, pages and a state.
     one = 0.25  # what the copies of this test say of themselves
-    assert rank.transfers.counts["down"].seconds == 3 * one
-    assert rank.transfers.counts["up"].seconds == 2 * one
+    assert rank.transfers.counts["store"].seconds == 3 * one
+    assert rank.transfers.counts["load"].seconds == 2 * one

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import random
 from collections import Counter
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from workers.prefix_demand import PrefixDemand
 
 PAGE = 8
 SYSTEM = [1, 2, 3, 4, 5, 6, 7] * 20
@@ -130,26 +124,27 @@ def test_many_that_wait_are_not_looked_up_at_every_step(make_rank, monkeypatch, 
     rank = make_rank(window, keep, num_pages=4000, host_pages=4000, host_states=99, budget=PAGE)
     calls: Counter[str] = Counter()
 
-    def count_calls(name: str) -> None:
-        call = getattr(rank.cache, name)
+    def count_calls(owner, name: str) -> None:
+        call = getattr(owner, name)
 
         def counting(*arguments):
             calls[name] += 1
             return call(*arguments)
 
-        monkeypatch.setattr(rank.cache, name, counting)
+        monkeypatch.setattr(owner, name, counting)
 
-    for name in ("keys", "findable_tokens", "announced"):
-        count_calls(name)
-    add_chunk = rank.scheduler._add_chunk
+    count_calls(rank.cache, "keys")
+    count_calls(rank.cache, "findable_tokens")
+    count_calls(rank.prefills, "announced")
+    prefill = rank.scheduler._prefill
+    next_chunk = prefill._next_chunk
 
-    def add_and_leave_room(batch, sequence) -> bool:
+    def add_and_leave_room(sequence, budget):
         """All that wait are looked at in every step."""
-        added = add_chunk(batch, sequence)
-        batch.budget = PAGE
-        return added
+        return next_chunk(sequence, PAGE)
 
-    monkeypatch.setattr(rank.scheduler, "_add_chunk", add_and_leave_room)
+    monkeypatch.setattr(prefill, "_next_chunk", add_and_leave_room)
+    prefill._max_batched_tokens = 10 * PAGE
     for number in range(count):
         rank.add(number, SYSTEM + question(number, tail), 1)
     for _ in range(steps - 1):
@@ -161,54 +156,3 @@ def test_many_that_wait_are_not_looked_up_at_every_step(make_rank, monkeypatch, 
     monkeypatch.undo()
     rank.run()
     assert rank.cached_of(*range(count)) == [0] + [SHARED] * (count - 1)
-
-
-# ---- where prompts part ---------------------------------------------------------------------------
-
-CHAIN = [bytes([at]) for at in range(60)]
-
-
-def demand_of(lengths: list[int]) -> PrefixDemand:
-    """Prompts that go along the chain for so many pages and then leave it."""
-    demand = PrefixDemand()
-    for number, length in enumerate(lengths):
-        demand.add([*CHAIN[:length], *(b"%d %d" % (number, at) for at in range(3))])
-    return demand
-
-
-@given(st.lists(st.integers(0, 50), max_size=12), st.integers(0, 55))
-def test_the_best_end_saves_most(lengths, first):
-    saved = {
-        end: sum(length >= end for length in lengths) * (end - first)
-        for end in set(lengths)
-        if end > first
-    }
-    end = demand_of(lengths).best_end(CHAIN, first)
-    assert saved.get(end, 0) == max(saved.values(), default=0)
-    assert end in saved or not saved
-
-
-def test_prompts_that_stay_to_the_end_of_a_chain_want_no_end_within_it():
-    assert demand_of([50]).best_end(CHAIN[:10], 0) == 0
-    assert demand_of([50, 5, 5]).best_end(CHAIN[:10], 0) == 5
-
-
-def test_prompts_that_each_part_elsewhere_get_few_ends():
-    demand = demand_of(list(range(1, 59)))
-    ends = [0]
-    while (end := demand.best_end(CHAIN, ends[-1])) > 0:
-        ends.append(end)
-    assert len(ends) - 1 <= math.ceil(math.log2(58)), ends
-
-
-def test_demand_that_is_gone_is_forgotten():
-    demand, rng = PrefixDemand(), random.Random(3)
-    chains = [tuple(CHAIN[: rng.randrange(20)]) for _ in range(20)]
-    for chain in chains:
-        demand.add(chain)
-    demand.check_integrity(chains)
-    for chain in chains:
-        demand.remove(chain)
-    demand.check_integrity([])
-    with pytest.raises(AssertionError):
-        demand.check_integrity([tuple(CHAIN[:2])])

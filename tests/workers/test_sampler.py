@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.engines import DirectUpload
 from transport.messages.generate import SamplingParams
 from workers.contract import PromptChunk
 from workers.sampling.logit_processing import random_words
@@ -33,15 +34,21 @@ def begin(
     generated: Sequence[int] = (),
 ) -> None:
     tokens = np.array([*prompt, *generated], np.int32)
-    sampler.observe(
-        [PromptChunk(slot, 0, tokens, (0,), True, True, sampling, seed, len(prompt), tokens)]
+    observe(
+        sampler,
+        PromptChunk(slot, 0, tokens, (0,), True, True, sampling, seed, len(prompt), tokens),
     )
+
+
+def observe(sampler: Sampler, chunk: PromptChunk) -> None:
+    """A prompt step that samples nothing."""
+    sampler.sample(sampler.prepare([chunk], [], [], DirectUpload()), None)
 
 
 def sample(
     sampler: Sampler, logits: torch.Tensor, slots: Sequence[int], positions: Sequence[int]
 ) -> SampledTokens:
-    return sampler.sample(logits, list(slots), torch.tensor(list(slots)), list(positions))
+    return sampler.sample(sampler.prepare([], slots, positions, DirectUpload()), logits)
 
 
 def draws(logits: torch.Tensor, sampling: SamplingParams, count: int = 4000) -> np.ndarray:
@@ -203,7 +210,7 @@ def test_penalties_match_a_naive_reference(
             prompt_len=len(prompt),
             history=tokens if start == 0 and with_history else None,
         )
-        sampler.observe([part])
+        observe(sampler, part)
     seen = list(generated)
     for step in range(steps):
         row = logits_row(seed * 31 + step)

@@ -11,10 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
+from tests.support.engines import open_engine
 from transport.ids import ProcessName, RequestId
-from transport.messages.generate import RUNNING, SamplingParams
-from workers.engine.settings import EngineSettings
-from workers.engine.torch_engine import create_torch_engine
+from transport.messages.generate import RUNNING, Generate, SamplingParams
 from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.sequence import Sequence
 
@@ -45,14 +44,14 @@ def run_scheduled(
     stagger: int = 0,
 ) -> tuple[list[list[int]], int]:
     """Greedy tokens per prompt, and how often a sequence was preempted."""
-    engine = create_torch_engine(
-        EngineSettings(
-            model_dir=str(model_dir), accelerator="cpu", device_index=0, dtype="float32",
-            load_format="auto", max_model_len=pages * 128, max_num_seqs=max_num_seqs,
-            kv_cache_gb=(pages * page_bytes + page_bytes // 2) / 1e9, gpu_memory_utilization=0.9,
-            max_batched_tokens=chunk, num_threads=torch.get_num_threads(), report=lambda line: None,
-        )
-    )  # fmt: skip
+    engine = open_engine(
+        model_dir,
+        max_model_len=pages * 128,
+        max_num_seqs=max_num_seqs,
+        kv_cache_gb=(pages * page_bytes + page_bytes // 2) / 1e9,
+        max_batched_tokens=chunk,
+        num_threads=torch.get_num_threads(),
+    )
     try:
         assert engine.info.num_pages == pages
         scheduler = Scheduler(engine.info, chunk, prefill_any_interval=1)
@@ -62,7 +61,7 @@ def run_scheduled(
                 frontend=ProcessName("frontend/0"),
                 prompt=np.asarray(ids, dtype=np.int32),
                 prompt_len=len(ids),
-                sampling=SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True),
+                generate=Generate(SamplingParams(new_tokens, temperature=0.0, ignore_eos=True)),
                 seed=i,
                 arrival=float(i),
             )
@@ -75,16 +74,16 @@ def run_scheduled(
                 for sequence in waiting if not stagger else waiting[:1]:
                     scheduler.add(sequence)
                 waiting = [] if not stagger else waiting[1:]
-            plan = scheduler.plan()
-            if plan is None:
+            step = scheduler.next_step()
+            if step is None:
                 continue
-            engine.launch(plan)
-            for row in scheduler.apply(engine.collect()).rows:
+            step.launched = engine.launch(step.plan)
+            for row in scheduler.collect().rows:
                 unfinished -= row.finish != RUNNING
             scheduler.check_integrity()
             if not unfinished:
                 break
-        assert scheduler.pages_used == scheduler.slots_used == 0
+        assert scheduler.blocks.pages_used == scheduler.blocks.slots_used == 0
         return [sequence.generated for sequence in sequences], scheduler.counts.preemptions
     finally:
         engine.close()

@@ -14,7 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transport.ids import ProcessName, RequestId
-from transport.messages.generate import FINISH_LENGTH, FINISH_STOP, RUNNING, SamplingParams
+from transport.messages.generate import (
+    FINISH_LENGTH,
+    FINISH_STOP,
+    RUNNING,
+    Generate,
+    SamplingParams,
+)
 from workers.engine.fake import FakeEngine, FakeEngineSettings, fake_next_token
 from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.sequence import Sequence
@@ -42,11 +48,13 @@ def make_sequence(number: int, wanted: Wanted) -> Sequence:
         frontend=ProcessName("frontend/0"),
         prompt=np.asarray(wanted.prompt, dtype=np.int32),
         prompt_len=len(wanted.prompt),
-        sampling=SamplingParams(
-            max_tokens=wanted.max_tokens, ignore_eos=wanted.ignore_eos, min_tokens=wanted.min_tokens
+        generate=Generate(
+            SamplingParams(
+                wanted.max_tokens, ignore_eos=wanted.ignore_eos, min_tokens=wanted.min_tokens
+            ),
+            priority=wanted.priority,
         ),
         seed=0,
-        priority=wanted.priority,
         arrival=float(number),
     )
 
@@ -116,16 +124,17 @@ def test_every_sequence_gets_exactly_its_tokens(
             if wanted.pause_at is not None and turn == wanted.pause_at + 10:
                 scheduler.throttle(key, 0, paused=False)
             scheduler.check_integrity()
-        plan = scheduler.plan()
+        step = scheduler.next_step()
         scheduler.check_integrity()
-        if plan is not None:
+        if step is not None:
+            plan = step.plan
             assert bool(plan.prompts) != bool(plan.decodes)
             assert sum(len(chunk.tokens) for chunk in plan.prompts) <= budget
-            engine.launch(plan)
-        if scheduler.num_launched > (depth if plan is not None else 0):
-            output = scheduler.apply(engine.collect())
+            step.launched = engine.launch(plan)
+        if scheduler.num_in_flight > (depth if step is not None else 0):
+            output = scheduler.collect()
             scheduler.check_integrity()
-            started += [sequence.key[0] for sequence in output.started]
+            started += [sequence.key[0] for sequence in output.step.started]
             for row in output.rows:
                 key = row.sequence.key[0]
                 assert key not in finish, "a token after the end"
@@ -136,8 +145,8 @@ def test_every_sequence_gets_exactly_its_tokens(
             break
     else:
         raise AssertionError("the scheduler never came to rest")
-    assert scheduler.pages_used == 0
-    assert scheduler.slots_used == 0
+    assert scheduler.blocks.pages_used == 0
+    assert scheduler.blocks.slots_used == 0
     assert len(started) == len(set(started))
     for number, wanted in enumerate(traffic):
         key = RequestId(f"r{number}")
@@ -178,11 +187,11 @@ def test_prompts_wait_for_the_interval_only_while_something_decodes():
         if turn in (0, 1, 2):
             wanted = Wanted([turn + 1], 30, 0, True, 0, 0, None, None)
             scheduler.add(make_sequence(turn, wanted))
-        plan = scheduler.plan()
-        assert plan is not None
-        kinds += "P" if plan.prompts else "d"
-        engine.launch(plan)
-        scheduler.apply(engine.collect())
+        step = scheduler.next_step()
+        assert step is not None
+        kinds += "P" if step.plan.prompts else "d"
+        step.launched = engine.launch(step.plan)
+        scheduler.collect()
     assert kinds == "PdddddPddddddd"
 
 
@@ -194,11 +203,11 @@ def test_better_priority_displaces_the_last_in_rank_when_slots_run_out():
     for turn in range(200):
         if turn == 3:
             scheduler.add(make_sequence(1, Wanted([3], 2, 0, True, 0, 0, None, None)))
-        plan = scheduler.plan()
-        if plan is None:
+        step = scheduler.next_step()
+        if step is None:
             break
-        engine.launch(plan)
-        for row in scheduler.apply(engine.collect()).rows:
+        step.launched = engine.launch(step.plan)
+        for row in scheduler.collect().rows:
             if row.finish != RUNNING:
                 order.append(row.sequence.key[0])
     assert order == ["r1", "r0"]
@@ -214,10 +223,28 @@ def test_nobody_is_displaced_for_a_prompt_that_does_not_fit():
     for turn in range(200):
         if turn == 3:  # it ranks before the second, and the first one's pages are not to be had
             scheduler.add(make_sequence(2, Wanted([3] * 40, 2, 0, True, 3, 0, None, None)))
-        plan = scheduler.plan()
+        step = scheduler.next_step()
         scheduler.check_integrity()
-        if plan is None:
+        if step is None:
             break
-        engine.launch(plan)
-        scheduler.apply(engine.collect())
+        step.launched = engine.launch(step.plan)
+        scheduler.collect()
     assert scheduler.counts.preemptions == 0
+
+
+def test_prompts_that_are_half_computed_do_not_keep_a_better_one_from_starting():
+    """It ranks before them, so what they still need is not kept for them: else nobody got on."""
+    engine = FakeEngine(FakeEngineSettings(VOCAB, 13, 4, 13 * PAGE, page_tokens=PAGE))
+    scheduler = Scheduler(engine.info, 4, 1)
+    arrivals = {0: Wanted([0] * 49, 1, 0, True, 2, 0, None, None),
+                1: Wanted([0] * 41, 1, 0, True, 1, 0, None, None),
+                2: Wanted([0] * 17, 1, 0, True, 0, 0, None, None)}  # fmt: skip
+    finished = []
+    for turn in range(60):
+        if turn in arrivals:
+            scheduler.add(make_sequence(turn, arrivals[turn]))
+        step = scheduler.next_step()
+        if step is not None:
+            step.launched = engine.launch(step.plan)
+            finished += [row.sequence.key[0] for row in scheduler.collect().rows]
+    assert finished == ["r2", "r1", "r0"]

@@ -14,7 +14,8 @@ from transport.telemetry.metrics import MetricSet
 from workers.daemon_inbox import DaemonInbox
 from workers.engine.fake import FakeEngine, FakeEngineSettings
 from workers.scheduling.scheduler import Scheduler
-from workers.worker import Worker, WorkerTelemetry
+from workers.telemetry import WorkerTelemetry
+from workers.worker import Worker
 
 HELLO = Hello(1, "worker", ProcessName("worker/0"), 1, "hash")
 
@@ -54,18 +55,19 @@ def run_turns(near, turns, on_turn=lambda turn: None) -> CountingScheduler:
         if len(made) == turns:
             stop.set()
 
-    def drain():
+    def receive(_handle, _limit) -> None:
         while near.poll(0):
             near.recv()
-        return iter(())
 
     worker = Worker(
         0, engine, scheduler,
-        SimpleNamespace(socket=near, can_send=True, send=lambda *parts: True, drain=drain),
+        SimpleNamespace(socket=near, can_send=True, send=lambda *parts: True, receive=receive),
+        HELLO,
+        DaemonInbox(),
         SimpleNamespace(tick=tick, set_state=lambda *parts: None),
         WorkerTelemetry(MetricSet(), engine.info),
     )  # fmt: skip
-    worker.run(stop, HELLO, DaemonInbox(), 0.01)
+    worker.run(stop, 0.01)
     return scheduler
 
 

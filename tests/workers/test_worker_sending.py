@@ -11,8 +11,8 @@ from transport.child import StopFlag
 from transport.framing import read_tokens, token_frame
 from transport.ids import ROUTER_NAME, ProcessName, RequestId
 from transport.messages.base import Hello, Message, Welcome
-from transport.messages.control import PeerLost
-from transport.messages.generate import RUNNING, SamplingParams, TokenBatch
+from transport.messages.from_daemon import PeerLost
+from transport.messages.generate import RUNNING, Generate, SamplingParams, TokenBatch
 from transport.messages.to_router import WorkerReady
 from transport.messages.to_worker import Start
 from transport.sockets import Received
@@ -20,7 +20,8 @@ from transport.telemetry.metrics import MetricSet
 from workers.daemon_inbox import DaemonInbox
 from workers.engine.fake import FakeEngine, FakeEngineSettings
 from workers.scheduling.scheduler import Scheduler
-from workers.worker import Worker, WorkerTelemetry
+from workers.telemetry import WorkerTelemetry
+from workers.worker import Worker
 
 HELLO = Hello(1, "worker", ProcessName("worker/0"), 1, "hash")
 NUM_TOKENS = 20
@@ -44,10 +45,10 @@ class Dealer:
         self.sent.append((message, frames))
         return True
 
-    def drain(self):
+    def receive(self, handle, _limit) -> None:
         while self.incoming:
             frames = [zmq.Frame(bytes(token_frame([5, 6, 7])))]
-            yield Received(self.incoming.pop(0), zmq.Frame(b""), frames, ProcessName(""))
+            handle(Received(self.incoming.pop(0), zmq.Frame(b""), frames, ProcessName("")))
 
     def tokens(self) -> list[int]:
         batches = [(m, frames) for m, frames in self.sent if isinstance(m, TokenBatch)]
@@ -79,13 +80,13 @@ def run(dealer: Dealer, on_turn, inbox: DaemonInbox) -> Scheduler:
 
     link = SimpleNamespace(tick=tick, set_state=lambda *parts: None)
     telemetry = WorkerTelemetry(MetricSet(), engine.info)
-    Worker(0, engine, scheduler, dealer, link, telemetry).run(stop, HELLO, inbox, 0.01)
+    Worker(0, engine, scheduler, dealer, HELLO, inbox, link, telemetry).run(stop, 0.01)
     return scheduler
 
 
 def start() -> Start:
-    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-    return Start(RequestId("a"), 0, ProcessName("frontend/0"), 3, sampling, 0, 0.0)
+    generate = Generate(SamplingParams(NUM_TOKENS, temperature=0.0, ignore_eos=True))
+    return Start(RequestId("a"), 0, ProcessName("frontend/0"), 3, generate, 0.0)
 
 
 def ended(dealer: Dealer) -> bool:
@@ -120,8 +121,7 @@ def test_what_a_lost_router_did_not_take_is_not_for_its_successor(dealer):
             dealer.reads = False
         elif turn == 10:
             dealer.sent.clear()
-            lost = PeerLost(ROUTER_NAME)
-            inbox.notice(Received(lost, zmq.Frame(b""), [], ProcessName("")))
+            inbox.take(PeerLost(ROUTER_NAME), [])
         elif turn == 15:
             dealer.reads = True
             dealer.incoming = [Welcome()]

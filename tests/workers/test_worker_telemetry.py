@@ -6,7 +6,7 @@ from transport.telemetry.metrics import MetricSet
 from workers.contract import EngineInfo
 from workers.engine.fake import FakeEngine, FakeEngineSettings
 from workers.scheduling.scheduler import Scheduler
-from workers.worker import WorkerTelemetry
+from workers.telemetry import WorkerTelemetry
 
 
 def engine_info() -> EngineInfo:

@@ -1,60 +1,42 @@
-"""Every message that there is."""
+"""Every message, for those who look on: the tap's reader and the documentation."""
 
 from __future__ import annotations
 
-from transport.messages.base import Hello, Refused, Welcome
-from transport.messages.control import (
-    Answer,
-    CacheCommand,
-    CommandDone,
-    Drain,
-    DumpStacks,
-    FatalError,
-    InstanceStatus,
-    PeerLost,
-    Query,
-    SetLogLevel,
-    StateChanged,
-    StatusHeld,
-    StopInstance,
+from typing import Final
+
+from msgspec.msgpack import Decoder
+
+from transport.messages.base import HelloAnswer
+from transport.messages.from_daemon import (
+    FrontendNotice,
+    RouterNotice,
+    ToClient,
+    TokenizerNotice,
+    ToProcess,
+    WorkerNotice,
 )
-from transport.messages.generate import Cancel, Encode, Encoded, RequestFailed, Throttle, TokenBatch
-from transport.messages.tap import TapOpened, Tapped
+from transport.messages.tap import ToTapper
 from transport.messages.telemetry import Snapshot
-from transport.messages.to_frontend import Finished, Serving
-from transport.messages.to_router import SequenceFailed, Submit, WorkerReady
-from transport.messages.to_worker import Start
+from transport.messages.to_daemon import ToDaemon
+from transport.messages.to_frontend import ToFrontend
+from transport.messages.to_router import ToRouter
+from transport.messages.to_tokenizer import ToTokenizer
+from transport.messages.to_worker import ToWorker
 
 AnyMessage = (
-    Hello
-    | Welcome
-    | Refused
-    | WorkerReady
-    | TokenBatch
-    | SequenceFailed
-    | Submit
-    | Cancel
-    | Throttle
-    | Encode
-    | Encoded
-    | RequestFailed
-    | Start
-    | Serving
-    | Finished
+    ToRouter
+    | HelloAnswer
+    | ToTokenizer
+    | ToWorker
+    | ToFrontend
+    | ToDaemon
     | Snapshot
-    | StateChanged
-    | FatalError
-    | InstanceStatus
-    | StatusHeld
-    | PeerLost
-    | Drain
-    | Query
-    | Answer
-    | StopInstance
-    | DumpStacks
-    | SetLogLevel
-    | CacheCommand
-    | CommandDone
-    | TapOpened
-    | Tapped
+    | ToProcess
+    | RouterNotice
+    | WorkerNotice
+    | TokenizerNotice
+    | FrontendNotice
+    | ToClient
+    | ToTapper
 )
+ANY_MESSAGE: Final[Decoder[AnyMessage]] = Decoder(AnyMessage)

@@ -8,7 +8,7 @@ import msgspec
 
 from transport.ids import ProcessName
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 
 
 Role = Literal["daemon", "router", "frontend", "tokenizer", "worker", "client"]
@@ -27,6 +27,14 @@ class Hello(Message, frozen=True):
     pid: int
     config_hash: str
 
+    def problem(self, receiver: str, config_hash: str) -> str | None:
+        """Why the receiver must refuse who says this; None: nothing is wrong."""
+        if self.version != PROTOCOL_VERSION:
+            return f"it speaks protocol {self.version}, the {receiver} speaks {PROTOCOL_VERSION}"
+        if self.config_hash != config_hash:
+            return "it was started with another configuration"
+        return None
+
 
 class Welcome(Message, frozen=True):
     """The peer is accepted."""
@@ -36,3 +44,6 @@ class Refused(Message, frozen=True):
     """The peer is not accepted; it must exit with this reason."""
 
     reason: str
+
+
+HelloAnswer = Welcome | Refused

@@ -26,11 +26,7 @@ RUNNING: Final = 0
 FINISH_STOP: Final = 1
 """The last token of the row is the end-of-sequence or a stop token; it is not part of the text."""
 
-
 FINISH_LENGTH: Final = 2
-
-
-FINISH_ABORT: Final = 3
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False, omit_defaults=True):
@@ -53,6 +49,19 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False, omi
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+
+
+class Generate(msgspec.Struct, frozen=True, array_like=True, gc=False, omit_defaults=True):
+    """How to answer a prompt. Made by the frontend and kept by the worker's sequence; whoever is in
+    between passes it on as it is. An option for the engine is a field here or in `SamplingParams`."""
+
+    sampling: SamplingParams
+    priority: int = 0
+    """Lower runs sooner."""
+    prefix_cache: bool = True
+    """Whether the prompt may be taken from the prefix cache and stored in it."""
+    cache_salt: str = ""
+    """Only requests with the same salt share cached prefixes."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):

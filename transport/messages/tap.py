@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from msgspec.msgpack import Decoder
+
 from transport.ids import ProcessName, RequestId
 from transport.messages.base import Message
 
@@ -35,3 +37,7 @@ class Tapped(Message, frozen=True):
     request_ids: list[RequestId]
     header_bytes: int
     frame_bytes: list[int]
+
+
+ToTapper = TapOpened | Tapped
+TO_TAPPER: Final[Decoder[ToTapper]] = Decoder(ToTapper)

@@ -1,10 +1,14 @@
-"""Messages that only frontends get."""
+"""Messages from the router to frontends."""
 
 from __future__ import annotations
 
+from typing import Final
+
+from msgspec.msgpack import Decoder
+
 from transport.ids import DpRank, RequestId
-from transport.messages.base import Message
-from transport.messages.generate import ModelInfo, StageTimes
+from transport.messages.base import HelloAnswer, Message
+from transport.messages.generate import Encoded, ModelInfo, RequestFailed, StageTimes, TokenBatch
 
 
 class Serving(Message, frozen=True):
@@ -19,3 +23,7 @@ class Finished(Message, frozen=True):
     request_id: RequestId
     stages: StageTimes
     rank: DpRank
+
+
+ToFrontend = TokenBatch | Finished | RequestFailed | Encoded | Serving
+TO_FRONTEND: Final[Decoder[HelloAnswer | ToFrontend]] = Decoder(HelloAnswer | ToFrontend)

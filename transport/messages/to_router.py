@@ -1,10 +1,24 @@
-"""Messages that only the router gets."""
+"""Messages to the router, from frontends, tokenizers and workers."""
 
 from __future__ import annotations
 
+from typing import Final
+
+from msgspec.msgpack import Decoder
+
 from transport.ids import DpRank, RequestId
-from transport.messages.base import Message
-from transport.messages.generate import ModelInfo, PromptKind, SamplingParams
+from transport.messages.base import Hello, Message
+from transport.messages.generate import (
+    Cancel,
+    Encode,
+    Encoded,
+    Generate,
+    ModelInfo,
+    PromptKind,
+    RequestFailed,
+    Throttle,
+    TokenBatch,
+)
 
 
 class WorkerReady(Message, frozen=True):
@@ -26,25 +40,26 @@ class SequenceFailed(Message, frozen=True):
 
 
 class Submit(Message, frozen=True):
-    """A new request. Frame 0: the prompt — for `chat` a JSON object
-    `{"messages": [...], "tools": [...]|null, "template_kwargs": {...}}`, for `text` UTF-8,
-    for `tokens` int32 ids."""
+    """A new request. Frame 0: the prompt — for `chat` a `Conversation` as JSON,
+    for `text` UTF-8, for `tokens` int32 ids."""
 
     request_id: RequestId
     kind: PromptKind
-    sampling: SamplingParams
+    generate: Generate
     received_at: float
     """CLOCK_MONOTONIC seconds at which the frontend had read the request."""
     n: int = 1
-    priority: int = 0
-    """Lower runs sooner."""
     affinity: str = ""
     """Conversation key: the same value prefers the same tokenizer and rank. Empty: none."""
     add_special_tokens: bool = True
     """For `text`: let the tokenizer add its own begin and end tokens."""
-    prefix_cache: bool = True
-    """Whether the prompt may be taken from the prefix cache and stored in it."""
-    cache_salt: str = ""
-    """Only requests with the same salt share cached prefixes."""
     call: RequestId = RequestId("")
     """The HTTP request, where this is one of its several prompts: `--max-waiting` counts it once."""
+
+
+FromFrontend = Submit | Encode | Cancel | Throttle
+FromTokenizer = Encoded | RequestFailed
+FromWorker = WorkerReady | TokenBatch | SequenceFailed
+RouterWork = FromFrontend | FromTokenizer | FromWorker
+ToRouter = Hello | RouterWork
+TO_ROUTER: Final[Decoder[ToRouter]] = Decoder(ToRouter)

@@ -1,10 +1,14 @@
-"""Messages that only workers get."""
+"""Messages from the router to workers."""
 
 from __future__ import annotations
 
+from typing import Final
+
+from msgspec.msgpack import Decoder
+
 from transport.ids import ProcessName, RequestId
-from transport.messages.base import Message
-from transport.messages.generate import SamplingParams
+from transport.messages.base import HelloAnswer, Message
+from transport.messages.generate import Cancel, Generate, Throttle
 
 
 class Start(Message, frozen=True):
@@ -15,8 +19,10 @@ class Start(Message, frozen=True):
     index: int
     frontend: ProcessName
     prompt_len: int
-    sampling: SamplingParams
-    priority: int
+    generate: Generate
     arrival: float
-    prefix_cache: bool = True
-    cache_salt: str = ""
+    """CLOCK_MONOTONIC seconds at which the frontend had read the request."""
+
+
+ToWorker = Start | Cancel | Throttle
+TO_WORKER: Final[Decoder[HelloAnswer | ToWorker]] = Decoder(HelloAnswer | ToWorker)

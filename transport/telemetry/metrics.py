@@ -1,23 +1,18 @@
 """Counters, gauges and histograms of one process, sent to the daemon as cumulative snapshots.
 
-The daemon owns the exposition (`daemon/metrics/exposition.py`); processes only count. Handles are cheap: take
-one once, keep it, and update it from the thread that owns it. The snapshot is taken by another
-thread; a value may be one update old, never torn.
+The daemon owns the exposition (`daemon/metrics/exposition.py`); processes only count.
+Update a handle from the thread that owns it. The snapshot is taken by another thread; a value may be
+one update old, never torn.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 
+from transport.telemetry.catalog import CounterMetric, GaugeMetric, HistogramMetric, Metric
 from transport.telemetry.values import HistogramValue, QueueStats
 
 Labels = tuple[str, ...]
-
-SECONDS_BOUNDS = (
-    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
-    120.0, 300.0,
-)  # fmt: skip
-TOKEN_BOUNDS = (1.0, 8.0, 32.0, 128.0, 512.0, 2048.0, 8192.0, 32768.0, 131072.0, 524288.0)
 
 
 class Counter:
@@ -30,6 +25,10 @@ class Counter:
 
     def add(self, amount: float = 1.0) -> None:
         self.value += amount
+
+    def set_total(self, value: float) -> None:
+        """Take over what is counted elsewhere, and only grows there."""
+        self.value = value
 
 
 class Gauge:
@@ -59,7 +58,6 @@ class Histogram:
         self._total += value
 
     def observe_many(self, value: float, times: int) -> None:
-        """Count the same value `times` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._total += value * times
 
@@ -85,7 +83,7 @@ class QueueGauge:
 
 
 class MetricSet:
-    """All metrics of one process. Asking twice for the same name and labels gives the same handle."""
+    """All metrics of one process. Asking twice for the same metric and labels gives the same handle."""
 
     def __init__(self) -> None:
         self._counters: dict[tuple[str, Labels], Counter] = {}
@@ -93,44 +91,47 @@ class MetricSet:
         self._histograms: dict[tuple[str, Labels], Histogram] = {}
         self._queues: dict[str, QueueGauge] = {}
 
-    def counter(self, name: str, *labels: str) -> Counter:
-        """The counter `name` (without `_total`) with these label values."""
-        return self._counters.setdefault((name, labels), Counter())
-
-    def gauge(self, name: str, *labels: str) -> Gauge:
-        """The gauge `name` with these label values."""
-        return self._gauges.setdefault((name, labels), Gauge())
-
-    def histogram(
-        self, name: str, *labels: str, bounds: tuple[float, ...] = SECONDS_BOUNDS
-    ) -> Histogram:
-        """The histogram `name` with these label values; `bounds` count at the first call."""
-        found = self._histograms.get((name, labels))
+    def counter(self, metric: CounterMetric, *labels: str) -> Counter:
+        found = self._counters.get((metric.name, labels))
         if found is None:
-            found = self._histograms[name, labels] = Histogram(bounds)
+            found = self._counters[_key(metric, labels)] = Counter()
+        return found
+
+    def gauge(self, metric: GaugeMetric, *labels: str) -> Gauge:
+        found = self._gauges.get((metric.name, labels))
+        if found is None:
+            found = self._gauges[_key(metric, labels)] = Gauge()
+        return found
+
+    def histogram(self, metric: HistogramMetric, *labels: str) -> Histogram:
+        found = self._histograms.get((metric.name, labels))
+        if found is None:
+            found = self._histograms[_key(metric, labels)] = Histogram(metric.bounds)
         return found
 
     def queue(self, name: str, capacity: int) -> QueueGauge:
         return self._queues.setdefault(name, QueueGauge(name, capacity))
 
     def read_counters(self) -> dict[str, list[tuple[Labels, float]]]:
-        """All counters, for a `Snapshot`."""
         return _grouped([(key, counter.value) for key, counter in list(self._counters.items())])
 
     def read_gauges(self) -> dict[str, list[tuple[Labels, float]]]:
-        """All gauges, for a `Snapshot`."""
         return _grouped([(key, gauge.value) for key, gauge in list(self._gauges.items())])
 
     def read_histograms(self) -> dict[str, list[tuple[Labels, HistogramValue]]]:
-        """All histograms, for a `Snapshot`."""
         grouped: dict[str, list[tuple[Labels, HistogramValue]]] = {}
         for (name, labels), histogram in list(self._histograms.items()):
             grouped.setdefault(name, []).append((labels, histogram.read()))
         return grouped
 
     def read_queues(self) -> list[QueueStats]:
-        """All queue gauges, for a `Snapshot`."""
         return [queue.read() for queue in list(self._queues.values())]
+
+
+def _key(metric: Metric, labels: Labels) -> tuple[str, Labels]:
+    if len(labels) != len(metric.process_labels):
+        raise ValueError(f"{metric.name} has the labels {metric.process_labels}, not {labels}")
+    return metric.name, labels
 
 
 def _grouped(

@@ -19,7 +19,7 @@ RowFunction = Callable[..., tuple[Tensor, ...]]
 """From tensors of n rows each to tensors of n rows each, every row by itself."""
 
 TILE_ROWS: Final = 32
-"""Rows of a tile in the exact mode."""
+"""Rows of a tile."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def map_rows(
     Args:
         function: from tensors of n rows each to tensors of n rows each.
         inputs: tensors of as many rows.
-        tiles: None: call it on all rows at once. Else the exact mode: one call a tile, always on
+        tiles: None: call it on all rows at once. Else batch-invariant: one call a tile, always on
             `TILE_ROWS` rows, absent ones zero.
         limit: most rows to a call, to bound its memory.
     """

@@ -9,28 +9,27 @@ table changes the output. In fast mode a token costs next to nothing.
 from __future__ import annotations
 
 import threading
+import time
 import zlib
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache.copies.row_copy import CpuRowCopier, Done, PendingCopy
-from hicache.copies.runs import IndexArray
-from hicache.pool.host_pool import HostPool, RowArray
+from hicache.copies.cache_copies import DeviceCache
+from hicache.copies.rows import HostRows, RowArray
+from hicache.layout import CacheLayout
+from transport.framing import TokenArray
 from workers.contract import (
-    CacheLayout,
+    PAGE_TOKENS,
     DecodeRow,
     EngineInfo,
     PromptChunk,
     StepPlan,
     StepResult,
-    TokenArray,
     TokenLogprobs,
 )
-
-PAGE_TOKENS = 128
 
 
 def fake_next_token(tokens: TokenArray, vocab_size: int, window: int = 0) -> int:
@@ -75,8 +74,7 @@ class FakeEngine:
         self._tables: list[list[int]] = [[] for _ in range(settings.max_num_seqs)]
         self._last = np.zeros(settings.max_num_seqs, dtype=np.int32)
         self._wanted_logprobs = [-1] * settings.max_num_seqs
-        self._results: deque[StepResult] = deque()
-        self._pause = threading.Event()
+        self._closed = threading.Event()
         self._info = EngineInfo(
             layout=CacheLayout(
                 settings.page_tokens,
@@ -101,12 +99,15 @@ class FakeEngine:
     def info(self) -> EngineInfo:
         return self._info
 
-    def launch(self, plan: StepPlan) -> None:
-        """Compute the step at once; `collect` hands it out."""
+    def launch(self, plan: StepPlan) -> FakeStep:
+        """Compute the step at once; `collect` hands it out after the configured step time."""
         for slot, block, page in plan.new_pages:
             if len(self._tables[slot]) != block:
                 raise ValueError(f"slot {slot} grows at block {block}, has {self._tables[slot]}")
             self._tables[slot].append(page)
+        for chunk in plan.arrivals:
+            self._set_up(chunk)
+            self._last[chunk.slot] = chunk.tokens[0]
         sampled = [self._run_chunk(chunk) for chunk in plan.prompts]
         tokens = [token for token in sampled if token is not None]
         slots = [chunk.slot for chunk in plan.prompts if chunk.sample]
@@ -118,25 +119,32 @@ class FakeEngine:
             for index, (token, slot) in enumerate(zip(tokens, slots, strict=True))
             if self._wanted_logprobs[slot] >= 0
         }
-        self._results.append(StepResult(plan.step, np.asarray(tokens, dtype=np.int32), logprobs))
+        result = StepResult(plan.step, np.asarray(tokens, dtype=np.int32), logprobs)
+        seconds = self._settings.step_seconds
+        return FakeStep(result, time.monotonic() + seconds if seconds else 0.0, self._closed)
 
-    def collect(self) -> StepResult:
-        """The oldest step's tokens, after the configured step time."""
-        if self._settings.step_seconds:
-            self._pause.wait(self._settings.step_seconds)
-        return self._results.popleft()
-
-    def cache_copies(self, pool: HostPool) -> FakeCopies:
-        return FakeCopies(self._pool.view(np.uint8), self._rings, self._settings.window, pool)
+    def device_cache(self) -> DeviceCache:
+        window = self._settings.window
+        states = FakeStates(self._rings, window) if window else None
+        return DeviceCache(HostRows.of(self._pool.view(np.uint8)), states)
 
     def close(self) -> None:
-        """Nothing to free. Idempotent."""
-        self._pause.set()
+        """Steps under way are done at once. Idempotent."""
+        self._closed.set()
 
-    def _run_chunk(self, chunk: PromptChunk) -> int | None:
+    def receive(self, slot: int, pages: Sequence[int], tokens: TokenArray) -> None:
+        """Write the KV of these tokens and the state after them, as they arrive from another engine."""
+        self._tables[slot] = list(pages)
+        for position, token in enumerate(tokens.tolist()):
+            self._write(slot, position, token)
+
+    def _set_up(self, chunk: PromptChunk) -> None:
         self._tables[chunk.slot] = list(chunk.pages)
         if chunk.begin:
             self._wanted_logprobs[chunk.slot] = chunk.sampling.logprobs
+
+    def _run_chunk(self, chunk: PromptChunk) -> int | None:
+        self._set_up(chunk)
         for offset, token in enumerate(chunk.tokens if self._settings.checking else ()):
             self._write(chunk.slot, chunk.start + offset, int(token))
         if not chunk.sample:
@@ -177,28 +185,36 @@ class FakeEngine:
         return _hash(rows, ring[positions % len(ring)]) % vocab
 
 
-class FakeCopies:
-    """Implements `workers.contract.CacheCopies`; a copy is over when its call returns."""
+@dataclass(frozen=True)
+class FakeStep:
+    """Implements `workers.contract.LaunchedStep`."""
 
-    def __init__(self, pages: RowArray, rings: TokenArray, window: int, pool: HostPool) -> None:
-        self._pages = CpuRowCopier(pages, pool.page_rows)
+    result: StepResult
+    done_at: float
+    """Time of the monotonic clock."""
+    closed: threading.Event
+
+    def is_done(self) -> bool:
+        return self.closed.is_set() or time.monotonic() >= self.done_at
+
+    def collect(self) -> StepResult:
+        if self.done_at:
+            self.closed.wait(max(0.0, self.done_at - time.monotonic()))
+        return self.result
+
+
+class FakeStates:
+    """`StateCodec` of rings of tokens: a stored state is the window before its position."""
+
+    def __init__(self, rings: TokenArray, window: int) -> None:
         self._rings = rings
         self._window = window
-        self._states = pool.state_rows
 
-    def load_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
-        return self._pages.upload(pages, host_slots)
+    def store_state(self, slot: int, position: int, host_state: RowArray) -> None:
+        host_state.view(np.int32)[:] = self._rings[slot, self._places(position)]
 
-    def store_pages(self, pages: IndexArray, host_slots: IndexArray) -> PendingCopy:
-        return self._pages.download(pages, host_slots)
-
-    def load_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
-        self._rings[slot, self._places(position)] = self._states[host_slot].view(np.int32)
-        return Done()
-
-    def store_state(self, slot: int, position: int, host_slot: int) -> PendingCopy:
-        self._states[host_slot].view(np.int32)[:] = self._rings[slot, self._places(position)]
-        return Done()
+    def load_state(self, slot: int, position: int, host_state: RowArray) -> None:
+        self._rings[slot, self._places(position)] = host_state.view(np.int32)
 
     def _places(self, position: int) -> npt.NDArray[np.int64]:
         places: npt.NDArray[np.int64]

@@ -6,13 +6,13 @@ import logging
 from dataclasses import dataclass
 from typing import Final
 
+from transport.wording import GIB
 from workers.contract import ModelLoadError
 
 _log = logging.getLogger(__name__)
 
 _HOST_SHARE: Final = 0.20
 """Share of the available memory that an unplanned pool may take on a CPU."""
-_GIB: Final = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ def plan_pool(
     fitting = budget_bytes // page_bytes
     if fitting < 1:
         raise ModelLoadError(
-            f"The KV cache got {budget_bytes / _GIB:.3f} GiB, but one page of {page_tokens} tokens "
-            f"takes {page_bytes / _GIB:.3f} GiB; free memory or raise the size of the KV cache."
+            f"The KV cache got {budget_bytes / GIB:.3f} GiB, but one page of {page_tokens} tokens "
+            f"takes {page_bytes / GIB:.3f} GiB; free memory or raise the size of the KV cache."
         )
     num_pages = min(fitting, max_num_seqs * pages_for(max_model_len, page_tokens))
     reachable = num_pages * page_tokens

@@ -6,40 +6,18 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Final
 
 import torch
 
+from transport.wording import GIB
 from workers.contract import Engine, EngineError, EngineInfo, ModelLoadError
-from workers.engine.host_memory import available_host_memory
 from workers.engine.memory_plan import host_pool_bytes, pages_for, plan_pool
-from workers.engine.settings import EngineSettings
 from workers.engine.trial_steps import heaviest_steps
-
-_GIB: Final = 1 << 30
-_UNNAMED_LENGTH: Final = 4096
-"""Context length where neither the user nor the model's configuration names one."""
+from workers.hardware.device import free_memory
+from workers.hardware.host_memory import available_host_memory
+from workers.settings import EngineSettings
 
 _log = logging.getLogger(__name__)
-
-
-def choose_context_length(wanted: int | None, limit: int | None) -> int:
-    """Tokens that a sequence may have.
-
-    Args:
-        wanted: what the user asks for.
-        limit: what the model's configuration allows; None: it does not say.
-    """
-    if wanted is None:
-        return limit or _UNNAMED_LENGTH
-    if limit is not None and wanted > limit:
-        _log.warning(
-            "The context length of %d tokens exceeds the %d of the model's configuration; "
-            "output may degrade beyond that.",
-            wanted,
-            limit,
-        )
-    return wanted
 
 
 def size_pools(
@@ -47,6 +25,7 @@ def size_pools(
     info: EngineInfo,
     device: torch.device,
     open_trial: Callable[[EngineInfo], Engine],
+    report: Callable[[str], None],
 ) -> EngineInfo:
     """`info` with the number of pages that the engine gets, and the context length that they allow.
 
@@ -55,11 +34,12 @@ def size_pools(
         info: all else of the engine; its model is on the device already.
         device: where the pools will be.
         open_trial: an engine with pools for the `EngineInfo` that it is given, to measure what steps take.
+        report: takes a line of text at each stage.
 
     Raises:
         ModelLoadError: they do not fit.
     """
-    settings.report("planning memory")
+    report("planning memory")
     layout = info.layout
     states = info.max_num_seqs * layout.state_bytes
     if settings.kv_cache_gb is not None:
@@ -79,9 +59,7 @@ def size_pools(
     )
     info = replace(info, num_pages=plan.num_pages, max_model_len=plan.max_model_len)
     _check_fit(info, free_memory(device))
-    settings.report(
-        f"KV cache of {info.num_pages} pages, {info.num_pages * layout.page_tokens} tokens"
-    )
+    report(f"KV cache of {info.num_pages} pages, {info.num_pages * layout.page_tokens} tokens")
     return info
 
 
@@ -115,24 +93,16 @@ def _measure_peak(
     limit = settings.max_batched_tokens
     try:
         for plan in heaviest_steps(info, limit):
-            engine.launch(plan)
-            engine.collect()
+            engine.launch(plan).collect()
     except EngineError as error:
         raise ModelLoadError(
             f"A trial step of {limit} tokens failed; lower --max-batched-tokens or --max-model-len ({error})."
         ) from error
+    finally:
+        engine.close()
     peak = torch.cuda.max_memory_allocated(device) - before
-    _log.info("The largest step takes %.2f GiB beside weights and KV cache.", peak / _GIB)
+    _log.info("The largest step takes %.2f GiB beside weights and KV cache.", peak / GIB)
     return peak
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be had where `device` computes."""
-    if device.type == "cpu":
-        return available_host_memory()
-    torch.cuda.empty_cache()  # what loading and trial steps left to PyTorch's own pool is free
-    free, _ = torch.cuda.mem_get_info(device)
-    return free
 
 
 def _check_fit(info: EngineInfo, free: int) -> None:
@@ -151,6 +121,6 @@ def _too_large(info: EngineInfo, free: int) -> ModelLoadError:
     place = "this machine" if info.device == "cpu" else info.device
     of_states = f" and the states of {info.max_num_seqs} sequences" if states else ""
     return ModelLoadError(
-        f"The KV cache{of_states} would take {_pool_bytes(info) / _GIB:.1f} GiB, but {place} has "
-        f"{free / _GIB:.1f} GiB free: lower --kv-cache-gb, --max-num-seqs or --max-model-len."
+        f"The KV cache{of_states} would take {_pool_bytes(info) / GIB:.1f} GiB, but {place} has "
+        f"{free / GIB:.1f} GiB free: lower --kv-cache-gb, --max-num-seqs or --max-model-len."
     )

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from workers.contract import TokenLogprobs
-from workers.engine.device import upload_int32
 from workers.sampling.logit_processing import (
     TokenCounts,
     apply_penalties,
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from transport.messages.generate import SamplingParams
+    from workers.attention.batch import StepUpload
     from workers.contract import PromptChunk
 
 _GREEDY_TEMPERATURE: Final = 1e-5
@@ -113,6 +113,39 @@ class SampledTokens:
         }
 
 
+@dataclass(frozen=True)
+class _CountedTokens:
+    """Prompt tokens that a slot's penalties must know of: int32 views of the step's upload."""
+
+    slot: int
+    begins: bool
+    prompt: Tensor
+    generated: Tensor
+
+
+@dataclass(frozen=True)
+class SamplingInputs:
+    """The host's part of one step's sampling. Tensors are int32 views of the step's upload."""
+
+    states: list[_SlotSampling]
+    """Of the sampled rows."""
+    work: _StepWork
+    slots: Tensor
+    """[R]."""
+    penalised: Tensor
+    random: Tensor
+    words: Tensor
+    with_logprobs: Tensor
+    adjusted_rows: Tensor
+    adjusted_ids: Tensor
+    adjustments: Tensor
+    begun: Tensor
+    """Slots that begin."""
+    parameters: Tensor
+    """Their rows of the parameter table, the bits of a float32 each."""
+    counted: list[_CountedTokens]
+
+
 class Sampler:
     """Sampling state of all slots. Not thread-safe."""
 
@@ -127,24 +160,47 @@ class Sampler:
         self._parameters = torch.zeros(slots, len(_PARAMETERS), device=device)
         self._counts: TokenCounts | None = None
 
-    def observe(self, chunks: Sequence[PromptChunk]) -> None:
-        """Take over the parameters of slots that begin, and count prompt tokens for penalties."""
+    def prepare(
+        self,
+        chunks: Sequence[PromptChunk],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        upload: StepUpload,
+    ) -> SamplingInputs:
+        """The host's part of a step: take over the parameters of slots that begin, and work out what its
+        rows need.
+
+        Args:
+            chunks: what a prompt step computes, or those that arrive in a decode step.
+            slots: the slot of each sampled row.
+            positions: the position in its sequence of the token that each sampled row yields.
+            upload: where to put what the device must know.
+        """
         beginning = [c for c in chunks if c.begin]
         for chunk in beginning:
             self._slots[chunk.slot] = self._slot_sampling(chunk)
-        if beginning:
-            table = np.array(
-                [[getattr(c.sampling, name) for name in _PARAMETERS] for c in beginning],
-                np.float32,
-            )
-            slots, values = upload_int32(
-                [np.array([c.slot for c in beginning], np.int32), table.view(np.int32).ravel()],
-                self._device,
-            )
-            self._parameters[slots.long()] = values.view(torch.float32).view(table.shape)
-        for chunk in chunks:
-            if self._slot(chunk.slot).penalised:
-                self._count_prompt(chunk)
+        states = [self._slot(slot) for slot in slots]
+        work = _StepWork.plan(states, positions)
+        table = np.array(
+            [[getattr(c.sampling, name) for name in _PARAMETERS] for c in beginning], np.float32
+        )
+        return SamplingInputs(
+            states=states,
+            work=work,
+            slots=upload.put(np.array(slots, np.int32)),
+            penalised=upload.put(work.penalised),
+            random=upload.put(work.random),
+            words=upload.put(work.words.view(np.int32)),
+            with_logprobs=upload.put(work.with_logprobs),
+            adjusted_rows=upload.put(work.adjusted_rows),
+            adjusted_ids=upload.put(work.adjusted_ids),
+            adjustments=upload.put(work.adjustments.view(np.int32)),
+            begun=upload.put(np.array([c.slot for c in beginning], np.int32)),
+            parameters=upload.put(table.view(np.int32).ravel()),
+            counted=[
+                self._counted(chunk, upload) for chunk in chunks if self._slot(chunk.slot).penalised
+            ],
+        )
 
     def _slot_sampling(self, chunk: PromptChunk) -> _SlotSampling:
         params = chunk.sampling
@@ -161,62 +217,59 @@ class Sampler:
             counts_chunks=chunk.history is None,
         )
 
-    def _count_prompt(self, chunk: PromptChunk) -> None:
-        counts = self._token_counts()
-        if chunk.begin:
-            counts.reset(chunk.slot)
-        state = self._slot(chunk.slot)
+    def _counted(self, chunk: PromptChunk, upload: StepUpload) -> _CountedTokens:
         if chunk.begin and chunk.history is not None:
             tokens, prompt = chunk.history, chunk.prompt_len
-        elif state.counts_chunks:
+        elif self._slot(chunk.slot).counts_chunks:
             tokens, prompt = chunk.tokens, max(0, chunk.prompt_len - chunk.start)
         else:
-            return
+            tokens, prompt = chunk.tokens[:0], 0
         ids = np.asarray(tokens, np.int32)
-        parts = upload_int32([ids[:prompt], ids[prompt:]], self._device)
-        counts.add(chunk.slot, parts[0].long(), parts[1].long())
+        return _CountedTokens(
+            chunk.slot, chunk.begin, upload.put(ids[:prompt]), upload.put(ids[prompt:])
+        )
 
-    def sample(
-        self, logits: Tensor, slots: list[int], slot_index: Tensor, positions: list[int]
-    ) -> SampledTokens:
-        """Choose one token a row.
+    def sample(self, inputs: SamplingInputs, logits: Tensor | None) -> SampledTokens:
+        """The device's part, once the upload is sent: choose one token a row.
 
         Args:
-            logits: [R, vocab_size], any float type.
-            slots: the slot of each row.
-            slot_index: the same on the device, int64 [R].
-            positions: the position in its sequence of the token that each row yields.
+            inputs: from `prepare`.
+            logits: [R, vocab_size], any float type; None: the step samples nothing.
         """
-        states = [self._slot(slot) for slot in slots]
+        if len(inputs.begun):
+            values = inputs.parameters.view(torch.float32).view(-1, len(_PARAMETERS))
+            self._parameters[inputs.begun.long()] = values
+        for counted in inputs.counted:
+            self._count(counted)
+        slots = inputs.slots.long()
+        if logits is None or not len(slots):
+            return SampledTokens(slots[:0], [], [])
         raw = logits.float()
-        work = _StepWork.plan(states, positions)
-        (penalised, random, words, rows, ids, values, wanted) = upload_int32(
-            [
-                work.penalised,
-                work.random,
-                work.words.view(np.int32),
-                work.adjusted_rows,
-                work.adjusted_ids,
-                work.adjustments.view(np.int32),
-                work.with_logprobs,
-            ],
-            self._device,
-        )
+        work = inputs.work
         processed = raw
         if len(work.penalised):
-            processed = self._penalise(raw, penalised.long(), slot_index)
+            processed = self._penalise(raw, inputs.penalised.long(), slots)
         if len(work.adjusted_rows):
             processed = processed.index_put(
-                (rows.long(), ids.long()), values.view(torch.float32), accumulate=True
+                (inputs.adjusted_rows.long(), inputs.adjusted_ids.long()),
+                inputs.adjustments.view(torch.float32),
+                accumulate=True,
             )
         tokens = processed.argmax(-1)
         if len(work.random):
-            index = random.long()
-            tokens[index] = self._draw(processed[index], slot_index[index], words, work)
+            index = inputs.random.long()
+            tokens[index] = self._draw(processed[index], slots[index], inputs.words, work)
         if len(work.penalised):
-            index = penalised.long()
-            self._token_counts().add_sampled(slot_index[index], tokens[index])
-        return _with_logprobs(raw, tokens, wanted.long(), work, states)
+            index = inputs.penalised.long()
+            self._token_counts().add_sampled(slots[index], tokens[index])
+        return _with_logprobs(raw, tokens, inputs.with_logprobs.long(), work, inputs.states)
+
+    def _count(self, counted: _CountedTokens) -> None:
+        counts = self._token_counts()
+        if counted.begins:
+            counts.reset(counted.slot)
+        if len(counted.prompt) or len(counted.generated):
+            counts.add(counted.slot, counted.prompt.long(), counted.generated.long())
 
     def _penalise(self, logits: Tensor, rows: Tensor, slot_index: Tensor) -> Tensor:
         slots = slot_index[rows]
@@ -269,8 +322,8 @@ class _StepWork:
     ranked: bool
 
     @classmethod
-    def plan(cls, states: list[_SlotSampling], positions: list[int]) -> _StepWork:
-        """Work out what the rows need; `positions` as for `Sampler.sample`."""
+    def plan(cls, states: list[_SlotSampling], positions: Sequence[int]) -> _StepWork:
+        """Work out what the rows need; `positions` as for `Sampler.prepare`."""
         rows: list[npt.NDArray[np.int32]] = [np.empty(0, np.int32)]
         ids = [np.empty(0, np.int32)]
         values = [np.empty(0, np.float32)]

@@ -5,8 +5,12 @@ every running sequence). Prompt steps run at once when nothing decodes; otherwis
 `prefill_any_interval` decode steps, so that arriving prompts do not stop the streams.
 
 Who goes first is `Sequence.order`: priority, then arrival. Pages are handed out chunk by chunk. When
-they run out, the sequences last in rank lose theirs and are recomputed later (preemption): the first
-in rank always gets on, so nothing starves and nothing deadlocks.
+they run out, the sequences last in order lose theirs and are recomputed later (preemption).
+
+A step comes about in three calls, which `next_step` makes in one go: `next_kind` looks, `fill` finds
+sequences, pages and slots, `commit` makes the progress. Ranks that run their steps together vote in
+between: on the kind, and, since a prompt step may stay empty for want of pages, on whether any rank has
+filled it. A rank with nothing to run commits a draft without rows, a placeholder.
 
 Steps may be planned before the results of earlier ones are known (`pipeline_depth`): sequences then
 count what is in flight, and results of a sequence that has meanwhile finished are dropped.
@@ -16,54 +20,17 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
+from hicache.manager.null import NO_REUSE, Reuse
 from transport.ids import RequestId
 from transport.messages.generate import ALL_CHOICES, FINISH_LENGTH, FINISH_STOP, RUNNING
-from workers.contract import (
-    DecodeRow,
-    EngineInfo,
-    PrefixLoad,
-    PrefixStore,
-    PromptChunk,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
-)
-from workers.prefix_reuse import PrefixReuse
-from workers.scheduling.index_pool import IndexPool
+from workers.contract import EngineInfo, StepPlan, TokenLogprobs
+from workers.scheduling.block_manager import BlockManager
+from workers.scheduling.decode import Decode
+from workers.scheduling.prefill import Prefill
 from workers.scheduling.sequence import Sequence, SequenceKey, Status
-
-
-class TokenRow(NamedTuple):
-    """One new token of one sequence."""
-
-    sequence: Sequence
-    token: int
-    finish: int
-    """RUNNING, FINISH_STOP or FINISH_LENGTH."""
-    logprobs: TokenLogprobs | None
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """What one collected step means to the clients."""
-
-    step: int
-    rows: list[TokenRow]
-    started: list[Sequence]
-    """Sequences whose first chunk ran in this step."""
-
-
-@dataclass
-class _Launched:
-    """Who waits for which result of a launched step, in the plan's order."""
-
-    plan: StepPlan
-    waiting: list[tuple[Sequence, int]]
-    """Sequence and its epoch at launch."""
-    started: list[Sequence]
+from workers.scheduling.step import InFlightStep, StepDraft, StepKind, StepOutput, TokenRow
 
 
 @dataclass
@@ -78,43 +45,31 @@ class SchedulerCounts:
     generated_tokens: int = 0
 
 
-@dataclass
-class _PromptBatch:
-    """A prompt step under construction."""
-
-    budget: int
-    chunks: list[PromptChunk] = field(default_factory=list)
-    waiting: list[tuple[Sequence, int]] = field(default_factory=list)
-    started: list[Sequence] = field(default_factory=list)
-    loads: list[PrefixLoad] = field(default_factory=list)
-    stores: list[PrefixStore] = field(default_factory=list)
-
-
 class Scheduler:
-    """Queues, pages and slots of one rank. Not thread-safe."""
+    """Queues of one rank. Not thread-safe."""
 
     def __init__(
         self,
         engine: EngineInfo,
         max_batched_tokens: int,
         prefill_any_interval: int,
-        prefixes: PrefixReuse | None = None,
+        prefixes: Reuse = NO_REUSE,
     ) -> None:
-        """`prefixes`: None, there is no prefix cache."""
-        self._page_tokens = engine.layout.page_tokens
-        self._keep_tokens = engine.layout.keep_tokens
+        layout = engine.layout
+        self.blocks = BlockManager(
+            engine.num_pages, engine.max_num_seqs, layout.page_tokens, self._preempt
+        )
+        self._prefill = Prefill(self.blocks, prefixes, max_batched_tokens, layout.keep_tokens)
+        self._decode = Decode(self.blocks, self._preempt, layout.keep_tokens)
+        self._prefixes = prefixes
         self._eos = frozenset(engine.eos_token_ids)
-        self._max_batched_tokens = max_batched_tokens
         self._interval = prefill_any_interval
-        self._pages = IndexPool(engine.num_pages)
-        self._slots = IndexPool(engine.max_num_seqs)
+        self._decodes_since_prompt = prefill_any_interval
         self._sequences: dict[SequenceKey, Sequence] = {}
         self._waiting: list[Sequence] = []  # in `Sequence.order`
         self._running: list[Sequence] = []  # in `Sequence.order`
-        self._launched: deque[_Launched] = deque()
-        self._prefixes = prefixes
-        self._decodes_since_prompt = prefill_any_interval
-        self._next_step = 0
+        self._in_flight: deque[InFlightStep] = deque()
+        self._last_step = 0
         self.counts = SchedulerCounts()
 
     # ---- what others may know -----------------------------------------------------------------
@@ -128,27 +83,11 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def num_launched(self) -> int:
-        """Steps launched and not collected."""
-        return len(self._launched)
+    def num_in_flight(self) -> int:
+        """Steps committed and not collected."""
+        return len(self._in_flight)
 
-    @property
-    def pages_used(self) -> int:
-        return self._pages.num_used
-
-    @property
-    def num_pages(self) -> int:
-        return self._pages.count
-
-    @property
-    def slots_used(self) -> int:
-        return self._slots.num_used
-
-    @property
-    def max_tokens_of_one(self) -> int:
-        return self._pages.count * self._page_tokens
-
-    # ---- coming and going -----------------------------------------------------------------------
+    # ---- coming and going ---------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence.
@@ -156,20 +95,56 @@ class Scheduler:
         Raises:
             ValueError: it can never fit into the pool, has no tokens, or its key is taken.
         """
+        self._check_new(sequence)
+        self._sequences[sequence.key] = sequence
+        self._enqueue(sequence)
+
+    def reserve(self, sequence: Sequence) -> bool:
+        """Give a new sequence, whose prompt is computed elsewhere, a slot and pages for it: they are
+        then in `sequence.slot` and `sequence.pages`. False: there is no room now, and nothing is kept.
+
+        A reservation is displaced by nobody, and may hold up others: whoever makes it ends it, by
+        `adopt` or `cancel`, once nothing is written to its pages any more.
+
+        Raises:
+            ValueError: as for `add`.
+        """
+        self._check_new(sequence)
+        if not self.blocks.reserve(sequence, sequence.num_tokens, spare=bool(self._running)):
+            return False
+        sequence.status = Status.RESERVED
+        self._sequences[sequence.key] = sequence
+        return True
+
+    def adopt(
+        self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None = None
+    ) -> TokenRow:
+        """Let a reserved sequence decode: the KV of its prompt has arrived, and this is the token that
+        was sampled there. Returns what the client is to be told, which it is not told again; the
+        sequence may be over with it.
+
+        Raises:
+            ValueError: it is not reserved (any more).
+        """
+        if sequence.status is not Status.RESERVED:
+            raise ValueError(f"sequence {sequence.key} is {sequence.status.value}, not reserved")
+        sequence.num_computed = sequence.num_tokens
+        sequence.in_flight = 1
+        sequence.reported = True
+        self._start_running(sequence)
+        return self._append(sequence, token, logprobs)
+
+    def _check_new(self, sequence: Sequence) -> None:
         longest = sequence.prompt_len + sequence.sampling.max_tokens
-        if longest > self.max_tokens_of_one:
+        if longest > self.blocks.max_tokens_of_one:
             raise ValueError(
                 f"prompt and output need {longest} tokens, but this rank's pool holds "
-                f"{self.max_tokens_of_one}"
+                f"{self.blocks.max_tokens_of_one}"
             )
         if not len(sequence.prompt) or sequence.key in self._sequences:
             raise ValueError(f"sequence {sequence.key} is empty or already here")
         eos = frozenset[int]() if sequence.sampling.ignore_eos else self._eos
         sequence.stop_tokens = eos.union(sequence.sampling.stop_token_ids)
-        self._sequences[sequence.key] = sequence
-        insort(self._waiting, sequence, key=lambda other: other.order)
-        if self._prefixes is not None:
-            self._prefixes.enqueue(sequence)
 
     def cancel(self, request_id: RequestId, index: int = ALL_CHOICES) -> list[Sequence]:
         """Drop a choice or all choices of a request, whatever stage they are in. Idempotent.
@@ -195,262 +170,149 @@ class Scheduler:
             return [] if found is None else [found]
         return [s for key, s in self._sequences.items() if key[0] == request_id]
 
-    # ---- planning ---------------------------------------------------------------------------------
+    # ---- the next step ------------------------------------------------------------------------
 
-    def plan(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to launch now.
+    def next_step(self) -> InFlightStep | None:
+        """Choose, fill and commit a step; None: there is nothing to run now.
 
-        The caller must launch a returned plan and later `apply` its result."""
-        plan = self._plan_prompts() if self._waiting and self._prompts_are_due() else None
-        return plan or self._plan_decodes()
+        The caller launches its plan, sets `launched`, and later calls `collect`."""
+        draft = self.fill(self.next_kind())
+        if draft.kind is StepKind.PROMPT and not draft.rows:
+            draft = self.fill(StepKind.DECODE)
+        return self.commit(draft) if draft.rows else None
 
-    def _prompts_are_due(self) -> bool:
-        return self._decodes_since_prompt >= self._interval or not any(
-            sequence.may_decode for sequence in self._running
-        )
+    def next_kind(self) -> StepKind:
+        """What this rank would run next. Changes nothing. A prompt step may turn out to be empty, as
+        when there are no pages for it."""
+        can_decode = any(sequence.may_decode for sequence in self._running)
+        if self._waiting and (self._decodes_since_prompt >= self._interval or not can_decode):
+            return StepKind.PROMPT
+        return StepKind.DECODE if can_decode else StepKind.IDLE
 
-    def _plan_prompts(self) -> StepPlan | None:
-        batch = _PromptBatch(self._max_batched_tokens)
-        for sequence in list(self._waiting):
-            if batch.budget <= 0:
-                break
-            if self._waits_for_a_prefix(sequence):
-                continue
-            if not self._add_chunk(batch, sequence):
-                break
-        if not batch.chunks:
-            return None
-        plan = StepPlan(
-            self._take_step(),
-            prompts=tuple(batch.chunks),
-            loads=tuple(batch.loads),
-            stores=tuple(batch.stores),
-        )
-        self._launched.append(_Launched(plan, batch.waiting, batch.started))
-        self._decodes_since_prompt = 0
-        self.counts.prompt_steps += 1
-        return plan
+    def fill(self, kind: StepKind) -> StepDraft:
+        """Find sequences for a step of this kind, with slots and pages; there may be none.
 
-    def _waits_for_a_prefix(self, sequence: Sequence) -> bool:
-        if self._prefixes is None or sequence.slot is not None:
-            return False
-        return self._prefixes.should_wait(sequence)
+        Call `commit` or `drop` with it before anything else. Who has got slots and pages keeps them in
+        either case, and who has lost them starts over."""
+        match kind:
+            case StepKind.PROMPT:
+                decodes = bool(self._running)
+                return StepDraft(kind, self._prefill.fill(self._waiting, decodes))
+            case StepKind.DECODE:
+                return StepDraft(kind, self._decode.fill(self._running))
+            case StepKind.IDLE:
+                return StepDraft(kind)
 
-    def _add_chunk(self, batch: _PromptBatch, sequence: Sequence) -> bool:
-        if sequence.slot is None:
-            if not self._admit(sequence):
-                return False
-            self._start_from_prefix(sequence)
-        if self._prefixes is not None:
-            self._prefixes.choose_checkpoint(sequence)
-        total = sequence.num_tokens
-        start = sequence.num_computed
-        stop = min(total, start + batch.budget)
-        if start < sequence.checkpoint < stop:
-            stop = sequence.checkpoint
-        stop = self._cover(sequence, start, stop)
-        if stop <= start:
-            return False
-        assert sequence.slot is not None
-        chunk = PromptChunk(
-            slot=sequence.slot,
-            start=start,
-            tokens=sequence.token_slice(start, stop),
-            pages=tuple(sequence.pages),
-            sample=stop == total,
-            begin=not sequence.begun,
-            sampling=sequence.sampling,
-            seed=sequence.seed,
-            prompt_len=sequence.prompt_len,
-            history=None if sequence.begun else sequence.token_slice(0, total),
-            replay_from=max(0, sequence.prompt_len - self._keep_tokens) if self._keep_tokens else 0,
-        )
-        batch.chunks.append(chunk)
-        if sequence.hit is not None:
-            pages = chunk.pages[: sequence.hit.num_tokens // self._page_tokens]
-            batch.loads.append(PrefixLoad(chunk.slot, pages, sequence.hit))
-            sequence.hit = None
-        batch.budget -= stop - start
-        self.counts.prompt_tokens += stop - start
-        sequence.num_computed = stop
-        sequence.begun = True
-        if not sequence.reported:
-            sequence.reported = True
-            batch.started.append(sequence)
-        if chunk.sample or stop == sequence.checkpoint:
-            self._add_store(batch, sequence)
-        if chunk.sample:
-            sequence.in_flight = 1
-            batch.waiting.append((sequence, sequence.epoch))
-            self._waiting.remove(sequence)
-            sequence.status = Status.RUNNING
-            insort(self._running, sequence, key=lambda other: other.order)
-        return True
+    def drop(self, draft: StepDraft) -> None:
+        """The draft will not be run."""
+        if draft.kind is StepKind.PROMPT:
+            self._prefill.drop(draft.rows)
 
-    def _start_from_prefix(self, sequence: Sequence) -> None:
-        """Let a sequence that just got its slot begin after what the prefix cache has of it."""
-        if self._prefixes is None:
-            return
-        sequence.cached_tokens = 0
-        hit = self._prefixes.lookup(sequence)
-        if hit is not None and self._cover(sequence, 0, hit.num_tokens) < hit.num_tokens:
-            self._prefixes.release(hit)
-            hit = None
-        if hit is not None:
-            sequence.hit = hit
-            sequence.num_computed = sequence.cached_tokens = hit.num_tokens
-        self._prefixes.announce(sequence)
-
-    def _add_store(self, batch: _PromptBatch, sequence: Sequence) -> None:
-        if self._prefixes is None:
-            return
-        if sequence.num_computed == sequence.checkpoint:
-            store = self._prefixes.begin_checkpoint_store(sequence)
-        else:
-            store = self._prefixes.begin_store(sequence)
-            sequence.prefix_keys = None
-        if store is not None:
-            assert sequence.slot is not None
-            batch.stores.append(PrefixStore(sequence.slot, tuple(sequence.pages), *store))
-
-    def _admit(self, sequence: Sequence) -> bool:
-        """Give a sequence a slot, if it is likely to get through its prompt with the pages there are:
-        what half-computed prompts still need is theirs."""
-        victim: Sequence | None = None
-        if not self._slots.num_free:
-            victim = self._worst_below(sequence)
-            if victim is None:
-                return False
-        promised = sum(
-            self._pages_for(other.num_tokens) - len(other.pages)
-            for other in self._waiting
-            if other.slot is not None and other is not victim
-        )
-        below = sum(len(other.pages) for other in self._holders() if other.order > sequence.order)
-        room = self._pages.num_free + below - promised
-        spare = 1 if self._running else 0
-        others = self._slots.num_used - (victim is not None)
-        if others and room < self._pages_for(sequence.num_tokens) + spare:
-            return False
-        if victim is not None:  # not before: its work would be lost for nothing
-            self._preempt(victim)
-        sequence.slot = self._slots.take(1)[0]
-        return True
-
-    def _cover(self, sequence: Sequence, start: int, stop: int) -> int:
-        """Get pages for positions up to `stop`; returns how far they reach (may be `start`)."""
-        missing = self._pages_for(stop) - len(sequence.pages)
-        while missing > self._pages.num_free:
-            victim = self._worst_below(sequence)
-            if victim is None:
-                break
-            self._preempt(victim)
-        sequence.pages += self._pages.take(max(0, min(missing, self._pages.num_free)))
-        return max(start, min(stop, len(sequence.pages) * self._page_tokens))
-
-    def _plan_decodes(self) -> StepPlan | None:
-        rows: list[DecodeRow] = []
-        new_pages: list[tuple[int, int, int]] = []
-        waiting: list[tuple[Sequence, int]] = []
-        page_tokens = self._page_tokens
-        for sequence in list(self._running):
-            if not sequence.may_decode:
-                continue
-            position = sequence.num_computed
-            if position >= len(sequence.pages) * page_tokens:
-                if self._cover(sequence, position, position + 1) == position:
-                    self._preempt(sequence)
-                    continue
-                assert sequence.slot is not None
-                new_pages.append((sequence.slot, len(sequence.pages) - 1, sequence.pages[-1]))
-            assert sequence.slot is not None
-            rows.append(DecodeRow(sequence.slot, position))
-            waiting.append((sequence, sequence.epoch))
-            sequence.num_computed += 1
-            sequence.in_flight += 1
-        if not rows:
-            return None
-        plan = StepPlan(self._take_step(), decodes=tuple(rows), new_pages=tuple(new_pages))
-        self._launched.append(_Launched(plan, waiting, []))
-        self._decodes_since_prompt += 1
-        self.counts.decode_steps += 1
-        return plan
-
-    def _take_step(self) -> int:
-        self._next_step += 1
-        return self._next_step
-
-    # ---- results ------------------------------------------------------------------------------------
-
-    def apply(self, result: StepResult) -> StepOutput:
-        """Take in the tokens of the oldest launched step.
+    def commit(self, draft: StepDraft) -> InFlightStep:
+        """Make the progress of a draft: it will be launched next. Without rows it is a placeholder, which
+        changes nothing but the number of the step.
 
         Raises:
+            ValueError: one of its sequences was preempted or has ended since it was filled.
+        """
+        if any(row.sequence.epoch != row.epoch for row in draft.rows):
+            raise ValueError("a draft was kept while its sequences changed")
+        self._last_step += 1
+        if not draft.rows:
+            step = InFlightStep(StepPlan(self._last_step), (), ())
+        elif draft.kind is StepKind.PROMPT:
+            step = self._commit_prompts(draft)
+        else:
+            plan = self._decode.commit(self._last_step, draft.rows)
+            step = InFlightStep(plan, draft.rows, ())
+            self._decodes_since_prompt += 1
+            self.counts.decode_steps += 1
+        self._in_flight.append(step)
+        return step
+
+    def _commit_prompts(self, draft: StepDraft) -> InFlightStep:
+        plan = self._prefill.commit(self._last_step, draft.rows)
+        started = tuple(row.sequence for row in draft.rows if not row.sequence.reported)
+        for sequence in started:
+            sequence.reported = True
+        whole = tuple(row for row in draft.rows if row.stop == row.sequence.num_tokens)
+        for row in whole:
+            row.sequence.in_flight = 1
+            self._waiting.remove(row.sequence)
+            self._start_running(row.sequence)
+        self._decodes_since_prompt = 0
+        self.counts.prompt_steps += 1
+        self.counts.prompt_tokens += sum(row.stop - row.start for row in draft.rows)
+        return InFlightStep(plan, whole, started)
+
+    # ---- results ------------------------------------------------------------------------------
+
+    def collect(self) -> StepOutput:
+        """Wait for the oldest step in flight and take in its tokens.
+
+        Raises:
+            EngineError: the device failed.
             ValueError: the result is of another step.
         """
-        launched = self._launched.popleft()
-        if launched.plan.step != result.step or len(launched.waiting) != len(result.tokens):
-            raise ValueError(f"expected step {launched.plan.step}, got {result.step}")
-        rows: list[TokenRow] = []
+        step = self._in_flight.popleft()
+        assert step.launched is not None, "committed, but not launched"
+        result = step.launched.collect()
+        if step.plan.step != result.step or len(step.waiting) != len(result.tokens):
+            raise ValueError(f"expected step {step.plan.step}, got {result.step}")
         tokens: list[int] = result.tokens.tolist()
-        for i, (sequence, epoch) in enumerate(launched.waiting):
-            if sequence.epoch != epoch:
-                continue
-            token = tokens[i]
-            generated = sequence.append(token)
-            finish = RUNNING
-            if token in sequence.stop_tokens and generated > sequence.sampling.min_tokens:
-                finish = FINISH_STOP
-            elif generated >= sequence.sampling.max_tokens:
-                finish = FINISH_LENGTH
-            rows.append(TokenRow(sequence, token, finish, result.logprobs.get(i)))
-            if finish != RUNNING:
-                self._finish(sequence)
+        rows = [
+            self._append(row.sequence, tokens[i], result.logprobs.get(i))
+            for i, row in enumerate(step.waiting)
+            if row.sequence.epoch == row.epoch
+        ]
         self.counts.generated_tokens += len(rows)
-        return StepOutput(result.step, rows, launched.started)
+        return StepOutput(step, rows)
 
-    # ---- resources ----------------------------------------------------------------------------------
+    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenRow:
+        generated, sampling = sequence.append(token), sequence.sampling
+        finish = RUNNING
+        if token in sequence.stop_tokens and generated > sampling.min_tokens:
+            finish = FINISH_STOP
+        elif generated >= sampling.max_tokens:
+            finish = FINISH_LENGTH
+        if finish != RUNNING:
+            self._finish(sequence)
+        return TokenRow(sequence, token, finish, logprobs)
 
-    def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self._page_tokens)
+    # ---- queues -------------------------------------------------------------------------------
 
-    def _worst_below(self, sequence: Sequence) -> Sequence | None:
-        """The last in rank of those that hold something and come after `sequence`."""
-        below = (other for other in self._holders() if other.order > sequence.order)
-        return max(below, key=lambda other: other.order, default=None)
+    def _enqueue(self, sequence: Sequence) -> None:
+        sequence.status = Status.WAITING
+        insort(self._waiting, sequence, key=lambda other: other.order)
+        self._prefixes.enqueue(sequence.prefix, sequence.token_slice(0, sequence.num_tokens))
 
-    def _holders(self) -> list[Sequence]:
-        return [s for s in (*self._waiting, *self._running) if s.slot is not None]
+    def _start_running(self, sequence: Sequence) -> None:
+        sequence.status = Status.RUNNING
+        insort(self._running, sequence, key=lambda other: other.order)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take everything from a sequence; it starts over from its tokens when there is room."""
+        self._leave_queue(sequence)
         self._release(sequence)
-        if sequence.status is Status.RUNNING:
-            self._running.remove(sequence)
-            sequence.status = Status.WAITING
-            insort(self._waiting, sequence, key=lambda other: other.order)
-        if self._prefixes is not None:
-            self._prefixes.enqueue(sequence)
+        self._enqueue(sequence)
         self.counts.preemptions += 1
 
     def _finish(self, sequence: Sequence) -> None:
-        (self._running if sequence.status is Status.RUNNING else self._waiting).remove(sequence)
+        self._leave_queue(sequence)
         self._release(sequence)
         sequence.status = Status.FINISHED
         del self._sequences[sequence.key]
 
+    def _leave_queue(self, sequence: Sequence) -> None:
+        if sequence.status is Status.WAITING:
+            self._waiting.remove(sequence)
+        elif sequence.status is Status.RUNNING:
+            self._running.remove(sequence)
+
     def _release(self, sequence: Sequence) -> None:
-        # A launched step may still write these pages. That is harmless: steps run in launch order, so
-        # the next owner's step writes later.
-        self._pages.give_back(sequence.pages)
-        sequence.pages = []
-        if sequence.slot is not None:
-            self._slots.give_back([sequence.slot])
-            sequence.slot = None
-        sequence.num_computed = sequence.in_flight = 0
-        sequence.begun = False
-        if self._prefixes is not None:
-            self._prefixes.drop(sequence)
+        self.blocks.release(sequence)
+        self._prefixes.drop(sequence.prefix)
+        sequence.num_computed = sequence.in_flight = sequence.engine_pages = 0
         sequence.epoch += 1
 
     def check_integrity(self) -> None:
@@ -459,22 +321,19 @@ class Scheduler:
         Raises:
             AssertionError: something is lost, owned twice or in the wrong place.
         """
-        live = [*self._waiting, *self._running]
-        if {id(s) for s in live} != {id(s) for s in self._sequences.values()}:
-            raise AssertionError("a sequence is in no queue, or in one without being known")
-        if len(live) != len(self._sequences):
-            raise AssertionError("a sequence is queued twice")
-        self._pages.check_integrity(page for s in live for page in s.pages)
-        self._slots.check_integrity(s.slot for s in live if s.slot is not None)
-        for queue in (self._waiting, self._running):
-            if [s.order for s in queue] != sorted(s.order for s in queue):
-                raise AssertionError("a queue is out of order")
-        for sequence in live:
-            if self._pages_for(sequence.num_computed) > len(sequence.pages):
-                raise AssertionError(f"{sequence.key} has computed more than its pages hold")
+        live = list(self._sequences.values())
+        for queue, status in ((self._waiting, Status.WAITING), (self._running, Status.RUNNING)):
+            ordered = sorted((s for s in live if s.status is status), key=lambda s: s.order)
+            if queue != ordered:
+                raise AssertionError(f"the queue of those {status.value} is not right")
+        if any(sequence.status is Status.FINISHED for sequence in live):
+            raise AssertionError("a sequence is kept that is over")
+        self.blocks.check_integrity(live)
         for sequence in self._running:
             known = sequence.num_tokens + sequence.in_flight
             if sequence.slot is None or sequence.num_computed != known - 1:
                 raise AssertionError(f"{sequence.key} runs with wrong counts")
-        if self._prefixes is not None:
-            self._prefixes.check_integrity(live)
+        self._prefixes.check_integrity(
+            [s.prefix for s in live if s.slot is None],
+            [s.prefix for s in live if s.slot is not None],
+        )

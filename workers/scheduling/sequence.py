@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hicache.cache.outcomes import Announcement, Hit
-from hicache.keys import PromptKeys
+from hicache.manager.ticket import PrefixTicket
+from transport.framing import TokenArray
 from transport.ids import ProcessName, RequestId
-from transport.messages.generate import SamplingParams
-from workers.contract import TokenArray
+from transport.messages.generate import Generate, SamplingParams
 
 SequenceKey = tuple[RequestId, int]
 """Request and choice index."""
@@ -22,20 +21,11 @@ class Status(enum.Enum):
 
     WAITING = "waiting"
     """Prompt (or what has to be recomputed) not yet wholly computed."""
+    RESERVED = "reserved"
+    """Its prompt is being computed elsewhere; slot and pages are there for what will arrive."""
     RUNNING = "running"
     """Decoding."""
     FINISHED = "finished"
-
-
-@dataclass
-class PrefixWait:
-    """What a sequence waits for that begins like one that is being computed."""
-
-    announcement: Announcement
-    gain: int
-    """Tokens that it saves."""
-    seen: int
-    """Tokens that the other had computed when it was last looked at."""
 
 
 @dataclass(eq=False)
@@ -55,12 +45,9 @@ class Sequence:
     prompt: TokenArray
     """Tokens from the client and, after a migration, those generated elsewhere."""
     prompt_len: int
-    sampling: SamplingParams
+    generate: Generate
     seed: int
-    priority: int = 0
     arrival: float = 0.0
-    uses_prefix_cache: bool = False
-    cache_salt: str = ""
     status: Status = Status.WAITING
     paused: bool = False
     reported: bool = False
@@ -72,41 +59,29 @@ class Sequence:
     """Sampled by launched steps, not yet collected."""
     epoch: int = 0
     """Grows when launched work of this sequence becomes void: preemption, finish."""
-    begun: bool = False
-    """Whether a chunk was planned since it got its slot."""
-    cached_tokens: int = 0
-    """Prompt tokens that its latest start took from the prefix cache."""
-    hit: Hit | None = None
-    """What its first chunk starts from, until that is planned."""
-    wanted_keys: tuple[bytes, ...] = ()
-    """While it waits for a slot: of the pages that it would rather load than compute."""
-    wait: PrefixWait | None = None
-    """What keeps it from starting: it would rather load what another one computes."""
-    matched_tokens: int = 0
-    """So many of its first tokens were in the prefix cache when it started, with a state or without."""
-    checkpoint: int = 0
-    """Where a chunk must end, so that the state there can be stored: others go on from there. 0, or not
-    beyond `num_computed`: nowhere."""
-    announcement: Announcement | None = None
-    """To the prefix cache, while its prompt is being computed."""
-    checkpoint_announcement: Announcement | None = None
-    """The same of its beginning up to the checkpoint ahead."""
-    prefix_keys: PromptKeys | None = None
-    """Of all its tokens, until the prompt is computed."""
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
+    """Its block table."""
+    engine_pages: int = 0
+    """So many of them were told to the engine; 0: it does not know of the sequence."""
     stop_tokens: frozenset[int] = frozenset()
     """Tokens that end it once `min_tokens` are there; set by the scheduler."""
     num_tokens: int = field(init=False)
     """Tokens known here, collected ones only."""
+    sampling: SamplingParams = field(init=False)
+    prefix: PrefixTicket = field(init=False)
 
     def __post_init__(self) -> None:
+        self.sampling = self.generate.sampling
         self.num_tokens = len(self.prompt)
+        self.prefix = PrefixTicket(
+            self.key[0], self.prompt_len, self.generate.prefix_cache, self.generate.cache_salt
+        )
 
     @property
     def order(self) -> tuple[int, float, SequenceKey]:
         """Sort key: who runs first, and who gives way last."""
-        return (self.priority, self.arrival, self.key)
+        return (self.generate.priority, self.arrival, self.key)
 
     @property
     def may_decode(self) -> bool:

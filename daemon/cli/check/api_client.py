@@ -10,6 +10,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
+from daemon.cli.check.event_stream import BrokenStream, event_data
 from daemon.errors import DeepInferError
 
 CHAT: Final = "/v1/chat/completions"
@@ -43,7 +44,6 @@ class StreamedAnswer:
     total_seconds: float = 0.0
 
     def result(self) -> tuple[str, str | None, int]:
-        """What has to be equal in two greedy answers to one prompt."""
         return self.text, self.finish_reason, self.completion_tokens
 
 
@@ -78,6 +78,16 @@ class _Event(msgspec.Struct):
     error: _Error | None = None
 
 
+class OfferedModel(msgspec.Struct, frozen=True):
+    id: str
+    max_model_len: int | None = None
+    """Prompt plus output, in tokens; None: the server does not say."""
+
+
+class _ModelList(msgspec.Struct):
+    data: list[OfferedModel]
+
+
 _read_event: Final = msgspec.json.Decoder(_Event).decode
 
 
@@ -104,11 +114,9 @@ class ApiClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def __enter__(self) -> ApiClient:
-        """Nothing to do: the first request connects."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
         self.close()
 
     def close(self) -> None:
@@ -130,6 +138,17 @@ class ApiClient:
             RequestFailed: no answer, or one that is not 200.
         """
         return self._whole("POST", path, body)
+
+    def model(self) -> OfferedModel:
+        """The first model that the server offers.
+
+        Raises:
+            RequestFailed: no answer, or not that of OpenAI's API.
+        """
+        try:
+            return msgspec.json.decode(self.get("/v1/models"), type=_ModelList).data[0]
+        except (msgspec.MsgspecError, IndexError) as error:
+            raise self._foreign("its list of models is not understood") from error
 
     def stream(self, path: str, body: JsonBody, leave_after: int | None = None) -> StreamedAnswer:
         """The answer, streamed, with usage.
@@ -166,20 +185,19 @@ class ApiClient:
         leave_after: int | None,
     ) -> None:
         seen = 0
-        while leave_after is None or seen < leave_after:
-            line = response.readline()
-            if not line:
-                raise RequestFailed(f"{self.url} broke a stream off.", "connection lost")
-            if line.startswith(b"data: [DONE]"):
-                response.read()  # the end of the body, so that the connection can be used again
-                return
-            if line.startswith(b"data: "):
-                seen += self._take(line[6:], answer, began)
-        self.close()
-        response.close()
+        try:
+            for data in event_data(response):
+                seen += self._take(data, answer, began)
+                if seen == leave_after:
+                    self.close()
+                    response.close()
+                    return
+        except BrokenStream as error:
+            raise RequestFailed(f"{self.url} broke a stream off.", "connection lost") from error
+        response.read()  # the end of the body, so that the connection can be used again
 
     def _take(self, data: bytes, answer: StreamedAnswer, began: float) -> bool:
-        """Add an event; whether it belongs to a choice."""
+        """Add an event to the answer and say whether it belongs to a choice."""
         try:
             event = _read_event(data)
         except msgspec.DecodeError as error:

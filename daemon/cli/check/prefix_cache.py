@@ -27,7 +27,7 @@ from daemon.cli.check.api_client import (
     StreamedAnswer,
 )
 from daemon.cli.check.sample_text import SampleText
-from daemon.cli.inspect.session import make_console, plain_table
+from daemon.cli.output import plain_table, print_json, table_console
 from daemon.cli.units import duration, number
 from daemon.errors import DeepInferError
 
@@ -42,14 +42,6 @@ PROBE_TOKENS: Final = 384
 """Length of a prompt that any cache must know the second time."""
 MOST_PROBES: Final = 4
 SHOWN_CHARACTERS: Final = 30
-
-
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _ModelList(msgspec.Struct):
-    data: list[_Model]
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -104,11 +96,10 @@ class Conversation:
 
     @property
     def path(self) -> str:
-        """Where it is sent to."""
         return CHAT if self.chat else COMPLETIONS
 
     def prompt(self) -> JsonBody:
-        """The field that holds what has been said so far."""
+        """The field of the body that holds what has been said so far."""
         if self.chat:
             return {"messages": self.messages}
         return {"prompt": "\n".join(message["content"] for message in self.messages)}
@@ -117,7 +108,6 @@ class Conversation:
 def ask(
     client: ApiClient, model: str, conversation: Conversation, **fields: object
 ) -> StreamedAnswer:
-    """The next answer, greedy."""
     body = {
         "model": model,
         **conversation.prompt(),
@@ -143,22 +133,6 @@ def can_chat(client: ApiClient, model: str) -> bool:
             return False
         raise
     return True
-
-
-def find_model(client: ApiClient) -> str:
-    """The name under which the server offers its model.
-
-    Raises:
-        DeepInferError: it does not speak the API.
-    """
-    try:
-        answer = msgspec.json.decode(client.get("/v1/models"), type=_ModelList)
-        return answer.data[0].id
-    except (msgspec.MsgspecError, LookupError) as error:
-        raise DeepInferError(
-            f"{client.url} does not speak OpenAI's API: its list of models is not understood.",
-            EXIT_NOT_CHECKED,
-        ) from error
 
 
 def check_has_cache(client: ApiClient, model: str, text: SampleText, chat: bool) -> None:
@@ -229,7 +203,7 @@ def _compare(conversation: int, turn: int, off: StreamedAnswer, on: StreamedAnsw
 
 
 def difference(off: StreamedAnswer, on: StreamedAnswer) -> str:
-    """Where two answers part, in words; empty: nowhere."""
+    """Say in words where two answers part; empty if they do not."""
     if off.text == on.text:
         if off.result() == on.result():
             return ""
@@ -247,7 +221,6 @@ def difference(off: StreamedAnswer, on: StreamedAnswer) -> str:
 
 
 def _show_turns(turns: Iterator[Turn], console: Console) -> list[Turn]:
-    """Show them as they come on a terminal, else at the end."""
     table = plain_table()
     for header in (
         "conversation", "turn", "prompt tokens", "cached", "TTFT off", "TTFT on", "off / on"
@@ -339,19 +312,17 @@ def prefix_cache(
         Where the server wants one.
     """
     workload = Workload(turns, conversations, prompt_tokens, turn_tokens, max_tokens, seed)
-    console = make_console()
+    console = table_console()
     try:
         with ApiClient(url, api_key) as client:
-            model = find_model(client)
+            model = client.model().id
             found = run_turns(client, model, workload)
             done = list(found) if json else _show_turns(found, console)
     except RequestFailed as error:
         raise DeepInferError(str(error), EXIT_NOT_CHECKED) from error
     report = _report(client.url, model, done)
     if json:
-        console.file.write(
-            msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n"
-        )
+        print_json(console, msgspec.json.encode(report))
     else:
         _show_verdict(report, console)
     sys.exit(EXIT_EQUAL if report.equal else EXIT_DIFFERENT)

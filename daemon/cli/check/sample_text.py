@@ -44,6 +44,5 @@ class SampleText:
         return cls(draw, max(answer.prompt_tokens, 1) / SAMPLE_WORDS)
 
     def words(self, tokens: int) -> str:
-        """New text of at least one word."""
         count = max(1, round(tokens / self.tokens_a_word))
         return " ".join(self._draw.choices(WORDS, k=count))

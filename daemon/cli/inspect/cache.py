@@ -10,8 +10,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from daemon.cli.inspect.prefix_tables import prefix_tables
-from daemon.cli.inspect.session import ASK_SECONDS, DEFAULT_OUTPUT, Inspection, Output, plain_table
+from daemon.cli.inspect.session import ASK_SECONDS, DEFAULT_OUTPUT, Inspection, Output
 from daemon.cli.inspect.usage_bar import part_of, usage_bar
+from daemon.cli.output import plain_table
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.cli.units import number
 from daemon.inspection.inspection_client import InspectionClient
@@ -23,14 +24,12 @@ REPORT_SECONDS: Final = 8.0
 
 
 def cache_view(rows: list[CacheRow]) -> RenderableType:
-    """The page pools, then the prefix caches."""
     if not rows:
         return Text("This instance has no workers.", "dim")
     return Group(_page_pools(rows), *prefix_tables(rows))
 
 
 def _page_pools(rows: list[CacheRow]) -> RenderableType:
-    """One line per rank."""
     table = plain_table()
     table.add_column("rank", justify="right")
     table.add_column("pages in use", no_wrap=True)
@@ -50,7 +49,7 @@ def _page_pools(rows: list[CacheRow]) -> RenderableType:
 
 
 def ask(client: InspectionClient, question: str) -> bytes:
-    """What the daemon knows of each rank, with what each worker says itself."""
+    """What the daemon knows of each rank, joined with what each worker says of itself."""
     rows = msgspec.json.decode(client.ask(question, ASK_SECONDS), type=list[CacheRow])
     if not rows:
         return b"[]"

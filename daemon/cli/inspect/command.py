@@ -9,7 +9,7 @@ import msgspec
 from cyclopts import Parameter
 from rich.console import RenderableType
 
-from daemon.cli.inspect.session import make_console, print_json
+from daemon.cli.output import print_json, table_console
 from daemon.cli.target import Target
 from daemon.errors import DeepInferError
 from daemon.inspection.inspection_client import InspectionClient
@@ -43,7 +43,7 @@ def carry_out(
     with InspectionClient(target.find(), target.instance) as client:
         answer = client.command(command, COMMAND_SECONDS)
     reports = msgspec.json.decode(answer, type=list[CommandReport])
-    console = make_console()
+    console = table_console()
     if as_json:
         print_json(console, answer)
     else:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Parameter
 from rich.console import RenderableType
 from rich.text import Text
 
 from daemon.cli.inspect.command import Process, carry_out
-from daemon.cli.inspect.session import AsJson, plain_table
+from daemon.cli.output import AsJson, plain_table
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.inspection.report_types import CommandReport
 from transport.ids import ProcessName
+from transport.logs import LogLevel
 from transport.messages.control import SetLogLevel
 
-Level = Annotated[
-    Literal["debug", "info", "warning", "error"],
-    Parameter(show_env_var=False, help="What is at least to be logged."),
-]
+Level = Annotated[LogLevel, Parameter(show_env_var=False, help="What is at least to be logged.")]
 
 
 def log_level(

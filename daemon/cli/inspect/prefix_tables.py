@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
-from daemon.cli.inspect.session import plain_table
 from daemon.cli.inspect.usage_bar import part_of, usage_bar
+from daemon.cli.output import plain_table
 from daemon.cli.units import duration, number, percent
 from daemon.inspection.report_types import CacheRow
 
@@ -16,7 +16,6 @@ SHOWN = 10
 
 
 def prefix_tables(rows: list[CacheRow]) -> Iterator[RenderableType]:
-    """Occupancy by rank, the prefixes that save most, why the last prompts missed."""
     cached = [row for row in rows if row.host_pages_total]
     if cached:
         yield Text("\nprefix cache", "bold")

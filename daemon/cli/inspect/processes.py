@@ -5,7 +5,8 @@ from __future__ import annotations
 from rich.console import OverflowMethod, RenderableType
 from rich.text import Text
 
-from daemon.cli.inspect.session import DEFAULT_OUTPUT, Inspection, Output, plain_table
+from daemon.cli.inspect.session import DEFAULT_OUTPUT, Inspection, Output
+from daemon.cli.output import plain_table
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.cli.units import duration, percent, size
 from daemon.inspection.report_types import ProcessRow
@@ -54,7 +55,6 @@ def processes_table(rows: list[ProcessRow], one_line: bool = False) -> Renderabl
 
 
 def hangs(row: ProcessRow) -> bool:
-    """Whether it should be turning its loop, but does not."""
     age = row.progress_age_seconds
     return row.state in ("ready", "draining") and age is not None and age > HANGS_SECONDS
 

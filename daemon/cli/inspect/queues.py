@@ -5,14 +5,14 @@ from __future__ import annotations
 from rich.console import RenderableType
 from rich.text import Text
 
-from daemon.cli.inspect.session import DEFAULT_OUTPUT, Inspection, Output, plain_table
+from daemon.cli.inspect.session import DEFAULT_OUTPUT, Inspection, Output
+from daemon.cli.output import plain_table
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.cli.units import number
 from daemon.inspection.report_types import QueueRow
 
 
 def queues_table(rows: list[QueueRow]) -> RenderableType:
-    """One line per queue."""
     if not rows:
         return Text("No process has reported a queue yet.", "dim")
     table = plain_table()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from daemon.cli.inspect.session import DEFAULT_OUTPUT, Inspection, Output, plain_table
+from daemon.cli.inspect.session import DEFAULT_OUTPUT, Inspection, Output
+from daemon.cli.output import plain_table
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.cli.units import milliseconds, number
 from daemon.inspection.report_types import RequestReport
@@ -19,7 +20,6 @@ STAGE_STYLES = {
 
 
 def requests_table(rows: list[RequestReport], most: int | None = None) -> RenderableType:
-    """One line per request, the first `most` of them."""
     if not rows:
         return Text("No live requests.", "dim")
     table = plain_table()

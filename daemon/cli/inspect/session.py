@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,19 +11,13 @@ import msgspec
 from cyclopts import Parameter
 from rich.console import Console, RenderableType
 from rich.live import Live
-from rich.table import Table
 
+from daemon.cli.output import print_json, table_console
 from daemon.cli.target import Target
 from daemon.inspection.inspection_client import InspectionClient
 
 ASK_SECONDS: Final = 5.0
 REFRESH_SECONDS: Final = 1.0
-FILE_COLUMNS: Final = 120
-
-AsJson = Annotated[
-    bool,
-    Parameter(negative="", show_env_var=False, show_default=False, help="Print JSON."),
-]
 
 
 @Parameter(name="*")
@@ -77,7 +70,7 @@ class Inspection(Generic[ReportT]):
         Raises:
             DeepInferError: the instance does not run, or its daemon does not answer.
         """
-        console = console or make_console()
+        console = console or table_console()
         try:
             with InspectionClient(target.find(), target.instance) as client:
                 if not output.follow:
@@ -119,22 +112,3 @@ class Inspection(Generic[ReportT]):
 
     def _rendered(self, answer: bytes) -> RenderableType:
         return self.render(msgspec.json.decode(answer, type=self.report_type))
-
-
-def make_console() -> Console:
-    """The terminal; a file or a pipe is as wide as the tables need."""
-    console = Console(highlight=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = FILE_COLUMNS
-    return console
-
-
-def print_json(console: Console, answer: bytes) -> None:
-    """An answer of the daemon, indented; never folded to the terminal's width."""
-    console.file.write(msgspec.json.format(answer.decode(), indent=2) + "\n")
-    console.file.flush()
-
-
-def plain_table() -> Table:
-    """A table as all commands draw it: no lines, headers that step back."""
-    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")

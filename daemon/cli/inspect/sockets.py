@@ -5,14 +5,14 @@ from __future__ import annotations
 from rich.console import RenderableType
 from rich.text import Text
 
-from daemon.cli.inspect.session import DEFAULT_OUTPUT, Inspection, Output, plain_table
+from daemon.cli.inspect.session import DEFAULT_OUTPUT, Inspection, Output
+from daemon.cli.output import plain_table
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.cli.units import number, size
 from daemon.inspection.report_types import SocketRow
 
 
 def sockets_table(rows: list[SocketRow]) -> RenderableType:
-    """One line per socket."""
     if not rows:
         return Text("No process has reported a socket yet.", "dim")
     table = plain_table()

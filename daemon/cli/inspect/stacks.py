@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from daemon.cli.inspect.command import Process, carry_out
-from daemon.cli.inspect.session import AsJson
+from daemon.cli.output import AsJson
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.inspection.report_types import CommandReport
 from transport.ids import ProcessName
@@ -15,7 +15,6 @@ from transport.stacks import StackFrame, ThreadStack
 
 
 def stacks_text(reports: list[CommandReport]) -> RenderableType:
-    """Process by process, thread by thread, the innermost call last."""
     return Group(*(part for report in reports for part in _process(report)))
 
 

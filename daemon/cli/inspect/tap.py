@@ -11,7 +11,7 @@ from cyclopts.validators import Number
 from rich.console import Console
 from rich.text import Text
 
-from daemon.cli.inspect.session import AsJson, make_console
+from daemon.cli.output import AsJson, sentence_console, table_console
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.cli.units import size
 from daemon.inspection.report_types import TapReport
@@ -51,7 +51,7 @@ def tap(
     missing. A router that is started anew is tapped again, and a line on standard error says so.
     Ends with Ctrl-C, or after --count messages. With --json, one line per message.
     """
-    console = make_console()
+    console = table_console()
     try:
         with TapClient(target.find(), target.instance, bodies) as client:
             _show(client, console, process, count, json)
@@ -64,7 +64,7 @@ def tap(
 def _show(
     client: TapClient, console: Console, process: str, count: int | None, as_json: bool
 ) -> None:
-    notes = Console(stderr=True, soft_wrap=True, highlight=False)
+    notes = sentence_console(stderr=True)
     shown = lost = 0
     while True:
         reports = client.take()
@@ -88,7 +88,6 @@ def _show(
 
 
 def tap_text(report: TapReport) -> Text:
-    """One line, with --bodies followed by the fields and a line per payload frame."""
     clock = datetime.datetime.fromtimestamp(report.at).strftime("%H:%M:%S.%f")[:-3]
     ids = " ".join(report.request_ids[:MOST_IDS])
     more = len(report.request_ids) - MOST_IDS

@@ -13,7 +13,6 @@ _PARTS: Final = " ▏▎▍▌▋▊▉█"
 
 
 def usage_bar(ratio: float | None) -> Text:
-    """A bar and its percentage; `ratio` is 0 to 1."""
     if ratio is None:
         return Text("not loaded yet", "dim")
     eighths = round(min(max(ratio, 0.0), 1.0) * BAR_CELLS * 8)
@@ -24,7 +23,6 @@ def usage_bar(ratio: float | None) -> Text:
 
 
 def part_of(used: int | None, total: int | None) -> str:
-    """Such as 3 / 12."""
     if used is None or total is None:
         return UNKNOWN
     return f"{used:,} / {total:,}"

@@ -9,14 +9,14 @@ from types import ModuleType
 from hicache.copies.cuda.method import (
     CopyMethodMissing,
     CudaStream,
-    Direction,
-    PoolPair,
+    RowPair,
     address_runs,
-    first_line,
     import_package,
 )
+from hicache.copies.row_copy import Direction
 from hicache.copies.runs import RowRuns
 from hicache.errors import HostPoolError
+from transport.wording import first_line
 
 BatchCall = Callable[[list[int], list[int], list[int], int], str]
 """(target addresses, source addresses, sizes in bytes, handle of the stream) -> name of the error, ""
@@ -24,11 +24,6 @@ for none."""
 
 
 def find_batch_call() -> BatchCall:
-    """The driver call, through cuda-bindings.
-
-    Raises:
-        CopyMethodMissing: the package is missing or too old.
-    """
     return bind_batch_call(import_package("cuda.bindings.runtime", "cuda-bindings"))
 
 
@@ -80,25 +75,20 @@ def try_batch_call(call: BatchCall, scratch: int, stream: CudaStream) -> None:
 
 
 class BatchCopy:
-    """See `CopyMethod`."""
+    """`CopyMethod` by the batched call."""
 
-    def __init__(self, pools: PoolPair, call: BatchCall) -> None:
-        self._pools = pools
+    def __init__(self, rows: RowPair, call: BatchCall) -> None:
+        self._rows = rows
         self._call = call
 
     def start(self, direction: Direction, runs: RowRuns, stream: CudaStream) -> None:
-        """See `CopyMethod`. `stream` is not the legacy default stream.
-
-        Raises:
-            HostPoolError: the driver refuses.
-        """
-        target, source, num_bytes = address_runs(self._pools, direction, runs)
+        target, source, num_bytes = address_runs(self._rows, direction, runs)
         refusal = self._call(
             target.tolist(), source.tolist(), num_bytes.tolist(), stream.cuda_stream
         )
         if refusal:
             raise HostPoolError(
-                f"CUDA refused to copy {len(target)} runs of {int(num_bytes.sum())} bytes in all {direction} "
-                f"between GPU and prefix cache ({refusal}): an earlier failure of the GPU shows like "
-                "this too; see the log before it, or try --hicache-copy kernel."
+                f"CUDA refused to {direction} {len(target)} runs of {int(num_bytes.sum())} bytes in all "
+                f"({refusal}): an earlier failure of the GPU shows like this too; see the log before it, "
+                "or try --hicache-copy kernel."
             )

@@ -13,9 +13,9 @@ from hicache.copies.cuda.kernel_cache import cached_cubin, kernel_folder
 from hicache.copies.cuda.method import (
     CopyMethodMissing,
     CudaStream,
-    first_line,
     import_package,
 )
+from transport.wording import first_line
 
 KERNEL: Final = "copy_rows"
 _MODULES: Final = ("cuda.core", "cuda.core.experimental")
@@ -23,7 +23,6 @@ _MODULES: Final = ("cuda.core", "cuda.core.experimental")
 
 
 def kernel_source() -> str:
-    """CUDA C++ of the kernel, from the repository or the wheel."""
     return (files("hicache") / "kernels" / "page_copy.cu").read_text(encoding="utf-8")
 
 
@@ -46,11 +45,6 @@ def compiler_version() -> str:
 
 
 def find_core() -> ModuleType:
-    """`cuda.core`.
-
-    Raises:
-        CopyMethodMissing: it is not installed, or does not fit this machine.
-    """
     missing = CopyMethodMissing("the package cuda-core is missing")
     for name in _MODULES:
         try:
@@ -64,11 +58,6 @@ def find_core() -> ModuleType:
 
 
 def address_on_device(host: int) -> int:
-    """The device's address of page-locked host memory.
-
-    Raises:
-        CopyMethodMissing: it has none.
-    """
     driver = import_package("cuda.bindings.driver", "cuda-bindings")
     status, address = driver.cuMemHostGetDevicePointer(host, 0)
     if int(status) != 0:

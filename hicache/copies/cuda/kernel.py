@@ -1,5 +1,5 @@
-"""All runs of a copy in one launch of `csrc/page_copy.cu`: a few blocks move the bytes through the host
-pool's addresses on the device."""
+"""All runs of a copy in one launch of `csrc/page_copy.cu`: a few blocks move the bytes through the
+addresses that page-locked memory has on the device."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy.typing as npt
 from hicache.copies.cuda.method import (
     CopyMethodMissing,
     CudaStream,
-    Direction,
-    PoolPair,
-    first_line,
+    RowPair,
     single_rows,
 )
+from hicache.copies.row_copy import Direction
 from hicache.copies.runs import RowRuns
 from hicache.errors import HostPoolError
+from transport.wording import first_line
 
-BLOCKS: Final[Mapping[Direction, int]] = {"up": 16, "down": 2}
+BLOCKS: Final[Mapping[Direction, int]] = {"load": 16, "store": 2}
 """As many as it takes to fill PCIe 5 x16, on an H200. Reads are answered after a microsecond or more, so
 there have to be many under way; writes are not answered, and more of them only crowd out what the steps
 beside them read."""
@@ -78,51 +78,44 @@ def try_copy_kernel(kernel: CopyKernel, scratch: int, stream: CudaStream) -> Non
 
 
 class KernelCopy:
-    """See `CopyMethod`."""
+    """`CopyMethod` by the kernel."""
 
-    def __init__(self, pools: PoolPair, kernel: CopyKernel) -> None:
+    def __init__(self, rows: RowPair, kernel: CopyKernel) -> None:
         """Args:
-        pools: `host` is the pool's address on the device.
-        kernel: on the pool's device.
+        rows: both addresses are the device's.
+        kernel: on that device.
 
         Raises:
             CopyMethodMissing: rows do not consist of whole vectors.
         """
-        places = (pools.device, pools.device_pitch, pools.host, pools.row_bytes)
-        if any(place % VECTOR_BYTES for place in places):
+        here, there = ((side.address, side.pitch) for side in (rows.here, rows.there))
+        if any(place % VECTOR_BYTES for place in (*here, *there, rows.row_bytes)):
             raise CopyMethodMissing(
-                f"rows of {pools.row_bytes} bytes do not consist of {VECTOR_BYTES}-byte vectors"
+                f"rows of {rows.row_bytes} bytes do not consist of {VECTOR_BYTES}-byte vectors"
             )
         self._kernel = kernel
-        piece_bytes, pieces = cut_row(pools.row_bytes)
-        device, host = (pools.device, pools.device_pitch), (pools.host, pools.row_bytes)
-        shape = (pools.row_bytes, piece_bytes, pieces)
+        piece_bytes, pieces = cut_row(rows.row_bytes)
+        shape = (rows.row_bytes, piece_bytes, pieces)
         self._arguments: dict[Direction, KernelArguments] = {
-            "up": KernelArguments(*device, *host, *shape),
-            "down": KernelArguments(*host, *device, *shape),
+            "load": KernelArguments(*here, *there, *shape),
+            "store": KernelArguments(*there, *here, *shape),
         }
 
     def start(self, direction: Direction, runs: RowRuns, stream: CudaStream) -> None:
-        """See `CopyMethod`.
-
-        Raises:
-            HostPoolError: the driver refuses.
-        """
-        device, host, _ = single_rows(runs)
-        pair = (device, host) if direction == "up" else (host, device)
+        here, there, _ = single_rows(runs)
+        pair = (here, there) if direction == "load" else (there, here)
         pairs = np.stack(pair, axis=1).astype(np.int32)
         try:
             self._kernel.launch(self._arguments[direction], pairs, BLOCKS[direction], stream)
         except Exception as error:  # cuda-core's errors have no public type
             raise HostPoolError(
-                f"CUDA refused to launch the copy of {len(pairs)} rows {direction} between GPU and prefix "
-                f"cache ({first_line(error)}): an earlier failure of the GPU shows like this too; see the "
+                f"CUDA refused to launch the kernel that should {direction} {len(pairs)} rows "
+                f"({first_line(error)}): an earlier failure of the GPU shows like this too; see the "
                 "log before it, or try --hicache-copy batch."
             ) from error
 
 
 def cut_row(row_bytes: int) -> tuple[int, int]:
-    """Bytes and number of the pieces of a row: as few as allowed, as equal as vectors allow."""
     pieces = -(-row_bytes // MAX_PIECE_BYTES)
     vectors = -(-row_bytes // (pieces * VECTOR_BYTES))
     return vectors * VECTOR_BYTES, pieces

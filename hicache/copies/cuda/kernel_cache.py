@@ -15,22 +15,16 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
+from transport.cache_directory import cache_directory
+
 CUBIN_HASH_BYTES: Final = 32
 
 _log = logging.getLogger(__name__)
 
 
 def kernel_folder() -> Path | None:
-    """Where kernels are kept: `kernels` in `DEEPINFER_CACHE_DIR`, else in `$XDG_CACHE_HOME/deepinfer`,
-    else in `~/.cache/deepinfer`; None: none of them can be told."""
-    own = os.environ.get("DEEPINFER_CACHE_DIR", "")
-    shared = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        if own:
-            return Path(own).expanduser().absolute() / "kernels"
-        if Path(shared).is_absolute():
-            return Path(shared) / "deepinfer" / "kernels"
-        return Path.home() / ".cache" / "deepinfer" / "kernels"
+        return cache_directory() / "kernels"
     except RuntimeError:  # a user without a home
         return None
 

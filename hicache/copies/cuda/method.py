@@ -1,4 +1,4 @@
-"""Ways to copy runs of rows between a GPU's pool and a page-locked host pool: what each one is told.
+"""Ways to copy runs of rows between a GPU's memory and page-locked memory: what each one is told.
 
 No torch here: the protocols name the part of `torch.cuda` that is used, so that the order of copies and
 steps can be tested without a GPU.
@@ -9,16 +9,16 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from hicache.copies.row_copy import Direction
+from hicache.copies.rows import Rows
 from hicache.copies.runs import RowRuns
 from hicache.errors import HostPoolError
-
-Direction = Literal["up", "down"]
-"""up: from host to device."""
+from transport.wording import first_line
 
 AddressArray = npt.NDArray[np.int64]
 
@@ -28,11 +28,6 @@ class CopyMethodMissing(HostPoolError):
 
 
 def import_package(module: str, package: str) -> ModuleType:
-    """A module of an optional package.
-
-    Raises:
-        CopyMethodMissing: the package is not installed, or does not fit this machine.
-    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -41,11 +36,6 @@ def import_package(module: str, package: str) -> ModuleType:
         raise CopyMethodMissing(
             f"the package {package} cannot be imported ({first_line(error)})"
         ) from error
-
-
-def first_line(error: Exception) -> str:
-    """What `error` says, in one line."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class CudaEvent(Protocol):
@@ -78,17 +68,21 @@ class CudaStream(Protocol):
 
 
 @dataclass(frozen=True)
-class PoolPair:
-    """Where the rows of a device pool and of a host pool lie. Addresses and distances in bytes."""
+class RowPair:
+    """Rows to copy between, equally long: on the GPU, and in page-locked memory."""
 
-    device: int
-    """Address of device row 0."""
-    device_pitch: int
-    """Distance between device rows, at least `row_bytes`."""
-    host: int
-    """Address of host row 0."""
-    row_bytes: int
-    """Bytes of a row to copy; host rows are packed."""
+    here: Rows
+    there: Rows
+
+    def __post_init__(self) -> None:
+        if self.here.row_bytes != self.there.row_bytes:
+            raise ValueError(
+                f"rows of {self.here.row_bytes} bytes here and of {self.there.row_bytes} bytes there"
+            )
+
+    @property
+    def row_bytes(self) -> int:
+        return self.here.row_bytes
 
 
 class AddressRuns(NamedTuple):
@@ -111,24 +105,23 @@ class CopyMethod(Protocol):
         ...
 
 
-def address_runs(pools: PoolPair, direction: Direction, runs: RowRuns) -> AddressRuns:
-    """Runs of rows as stretches of bytes: one a run, or one a row where device rows have gaps."""
-    if pools.device_pitch != pools.row_bytes:
+def address_runs(rows: RowPair, direction: Direction, runs: RowRuns) -> AddressRuns:
+    """Runs of rows as stretches of bytes: one a run, or one a row where rows have gaps between them."""
+    if max(rows.here.pitch, rows.there.pitch) != rows.row_bytes:
         runs = single_rows(runs)
-    device = pools.device + runs.device * pools.device_pitch
-    host = pools.host + runs.host * pools.row_bytes
-    num_bytes = runs.length * pools.row_bytes
-    if direction == "up":
-        return AddressRuns(device, host, num_bytes)
-    return AddressRuns(host, device, num_bytes)
+    here = rows.here.address + runs.here * rows.here.pitch
+    there = rows.there.address + runs.there * rows.there.pitch
+    num_bytes = runs.length * rows.row_bytes
+    if direction == "load":
+        return AddressRuns(here, there, num_bytes)
+    return AddressRuns(there, here, num_bytes)
 
 
 def single_rows(runs: RowRuns) -> RowRuns:
-    """The same rows in the same order, each a run of its own."""
     starts = np.cumsum(runs.length) - runs.length
     within = np.arange(int(runs.length.sum())) - np.repeat(starts, runs.length)
     return RowRuns(
-        np.repeat(runs.device, runs.length) + within,
-        np.repeat(runs.host, runs.length) + within,
+        np.repeat(runs.here, runs.length) + within,
+        np.repeat(runs.there, runs.length) + within,
         np.ones(len(within), np.int64),
     )

@@ -1,5 +1,5 @@
-"""Copies between a GPU's rows and a page-locked host pool, beside the engine's steps and in order with
-them.
+"""Copies between a GPU's rows here and page-locked rows there, beside the engine's steps and in order
+with them.
 
 There is a stream for each direction, because the batched driver call does not take the default stream,
 on which engines run, and because stores should run beside the steps that follow them.
@@ -11,7 +11,7 @@ on which engines run, and because stores should run beside the steps that follow
   about to write (`before_overwrite`), a load does so by itself. Freed pages soon go to other sequences;
   most steps of a decode write to none of them, and run on.
 
-Host rows need no such care: the cache keeps them until `done`.
+Rows there need no such care: whoever owns them keeps them until `done`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from hicache.copies.cuda.method import CopyMethod, CudaEvent, CudaStream, Direction
-from hicache.copies.row_copy import Done, PendingCopy
+from hicache.copies.cuda.method import CopyMethod, CudaEvent, CudaStream
+from hicache.copies.row_copy import Direction, Done, PendingCopy
 from hicache.copies.runs import IndexArray, RowRuns, merge_runs
 from hicache.errors import HostPoolError
 
-BATCH_FROM_BYTES: Final[Mapping[Direction, int]] = {"up": 512 << 10, "down": 16 << 10}
+BATCH_FROM_BYTES: Final[Mapping[Direction, int]] = {"load": 512 << 10, "store": 16 << 10}
 """Mean length of runs from which the batched call is used by `auto`; see `doc/page_copy.md`.
 
 The batched call takes about a microsecond a run on the host before the bytes, and the kernel moves 5 to
@@ -55,8 +55,8 @@ class TimedCopy:
 class CopyStreams:
     """The streams of one copier."""
 
-    up: CudaStream
-    down: CudaStream
+    load: CudaStream
+    store: CudaStream
     engine: Callable[[], CudaStream]
     """The stream on which the next step will run."""
     record_time: Callable[[CudaStream], CudaEvent]
@@ -83,47 +83,47 @@ class _Store(NamedTuple):
     over: CudaEvent
 
 
-class CudaRowCopier:
-    """See `RowCopier`. Made by `hicache.copies.cuda.pools.open_cuda_row_copier`."""
+class GpuRowCopier:
+    """`RowCopier` by two streams of its own. Made by `hicache.copies.cuda.open.open_gpu_row_copier`."""
 
     def __init__(self, methods: MethodChoice, streams: CopyStreams) -> None:
         self._methods = methods
         self._streams = streams
         self._stores: deque[_Store] = deque()
 
-    def upload(self, device_rows: IndexArray, host_rows: IndexArray) -> PendingCopy:
-        if not len(device_rows):
+    def load(self, here: IndexArray, there: IndexArray) -> PendingCopy:
+        if not len(here):
             return Done()
         streams, engine = self._streams, self._streams.engine()
-        self.before_overwrite(device_rows)
-        streams.up.wait_event(engine.record_event())
-        copy = self._start("up", device_rows, host_rows, streams.up)
+        self.before_overwrite(here)
+        streams.load.wait_event(engine.record_event())
+        copy = self._start("load", here, there, streams.load)
         engine.wait_event(copy.over)
         return copy
 
-    def download(self, device_rows: IndexArray, host_rows: IndexArray) -> PendingCopy:
-        if not len(device_rows):
+    def store(self, here: IndexArray, there: IndexArray) -> PendingCopy:
+        if not len(here):
             return Done()
         streams = self._streams
-        streams.down.wait_event(streams.engine().record_event())
-        copy = self._start("down", device_rows, host_rows, streams.down)
-        self._stores.append(_Store(device_rows.copy(), copy.over))
+        streams.store.wait_event(streams.engine().record_event())
+        copy = self._start("store", here, there, streams.store)
+        self._stores.append(_Store(here.copy(), copy.over))
         return copy
 
-    def before_overwrite(self, device_rows: IndexArray) -> None:
+    def before_overwrite(self, here: IndexArray) -> None:
         while self._stores and self._stores[0].over.query():
             self._stores.popleft()
         engine = self._streams.engine()
         # They are over in the order in which they began: waiting for the last one concerned is enough.
         for store in reversed(self._stores):
-            if np.isin(device_rows, store.rows).any():
+            if np.isin(here, store.rows).any():
                 engine.wait_event(store.over)
                 return
 
     def _start(
-        self, direction: Direction, device: IndexArray, host: IndexArray, stream: CudaStream
+        self, direction: Direction, here: IndexArray, there: IndexArray, stream: CudaStream
     ) -> TimedCopy:
-        runs = merge_runs(device, host)
+        runs = merge_runs(here, there)
         begun = self._streams.record_time(stream)
         try:
             self._methods.pick(direction, runs).start(direction, runs, stream)

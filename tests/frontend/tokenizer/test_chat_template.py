@@ -6,14 +6,19 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from frontend.api.openai_chat import read_chat
+from frontend.conversation import Conversation
+from frontend.generation.request import ModelLimits
 from frontend.tokenizer.chat_template import ChatTemplate
 from frontend.tokenizer.errors import NoChatTemplateError, PromptError, TokenizerLoadError
 from frontend.tokenizer.load import load_tokenizer
 
 WriteCheckpoint = Callable[..., Path]
 
+LIMITS = ModelLimits("served", 1000, 4096, 8)
 LLAMA3 = (
     "{{- bos_token }}{%- for m in messages %}{%- if m.tool_calls %}"
     "{{- '<|im_start|>call ' }}{{- m.tool_calls[0].function.arguments | tojson }}"
@@ -62,6 +67,8 @@ TEMPLATES = {
     "item_arguments": ITEM_ARGUMENTS,
 }
 
+PLAIN_TOOL = {"type": "function", "function": {"name": "f"}}
+
 Load = Callable[[object], ChatTemplate]
 
 
@@ -76,10 +83,17 @@ def load(write_checkpoint: WriteCheckpoint) -> Load:
     return make
 
 
+def conversation_of(body: dict) -> Conversation:
+    """What the chat endpoint makes of a body, as it arrives at the tokenizer."""
+    frame = read_chat(json.dumps(body).encode(), LIMITS).prompts[0].frame
+    return msgspec.json.decode(frame, type=Conversation)
+
+
 def rendered(
     template: ChatTemplate, messages: list[dict], tools: list[dict] | None, kwargs: dict
 ) -> str:
-    return template.render_guarded(messages, tools, kwargs).text
+    body = {"messages": messages, "tools": tools, "chat_template_kwargs": kwargs}
+    return template.render(conversation_of(body)).text
 
 
 def user(text: object) -> dict:
@@ -145,7 +159,7 @@ def test_tool_use_template_is_chosen_for_tools(load: Load) -> None:
         [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     )
     assert rendered(template, [user("x")], None, {}) == "plain"
-    assert rendered(template, [user("x")], [{"type": "function"}], {}) == "tools"
+    assert rendered(template, [user("x")], [PLAIN_TOOL], {}) == "tools"
 
 
 def test_each_template_gets_the_arguments_it_can_read(load: Load) -> None:
@@ -166,7 +180,7 @@ def test_any_arguments_render(load: Load, name: str) -> None:
     template = load(TEMPLATES[name])
     odd = ["", " ", "{}", "[]", "null", "42", '"Oslo"', "true", "{bad", '{"a":1}{"b":2}', "\\"]
     odd += ['{"a": NaN}', "[" * 5000, "9" * 5000, '{"city": "Oslo"']
-    for arguments in [*odd, None, 5, [], {"a": {"b": [1, None]}}]:
+    for arguments in [*odd, None, {"a": {"b": [1, None]}}]:
         assert rendered(template, tool_turn(arguments), None, {})
 
 
@@ -174,7 +188,7 @@ def test_any_arguments_render(load: Load, name: str) -> None:
 @pytest.mark.parametrize("content", [None, "", []])
 def test_absent_content_beside_calls(load: Load, chatml: str, name: str, content: object) -> None:
     template = load(TEMPLATES.get(name, chatml))
-    turn = [user("w"), call("{}", content=content), {"role": "tool", "content": "12"}]
+    turn = [user("w"), call("{}", content=content), tool_turn("{}")[2]]
     text = rendered(template, turn, None, {})
     assert "None" not in text
     assert text == rendered(template, tool_turn("{}"), None, {})
@@ -188,7 +202,7 @@ def test_content_parts_and_roles(load: Load, chatml: str) -> None:
 
     parts = [{"type": "text", "text": "Name "}, {"type": "text", "text": "three"}]
     assert render(user(parts)) == render(user("Name three"))
-    assert render(user([])) == render(user("")) == render({"role": "user"})
+    assert render(user([])) == render(user(""))
     assert render({"role": "developer", "content": "x"}) == render(
         {"role": "system", "content": "x"}
     )
@@ -196,25 +210,6 @@ def test_content_parts_and_roles(load: Load, chatml: str) -> None:
     assert render(refusal) == render({"role": "assistant", "content": "no"})
     empty_calls = {"role": "assistant", "content": "ok", "tool_calls": [], "name": None}
     assert render(empty_calls) == render({"role": "assistant", "content": "ok"})
-
-
-@pytest.mark.parametrize(
-    ("message", "param"),
-    [
-        (user({"type": "text"}), "messages[1].content"),
-        (user([{"type": "image_url"}]), "messages[1].content[0]"),
-        (user([{"type": "text", "text": "a"}, 7]), "messages[1].content[1]"),
-        ({"content": "x"}, "messages[1]"),
-        ("x", "messages[1]"),
-        ({"role": "assistant", "tool_calls": {"a": 1}}, "messages[1].tool_calls"),
-        ({"role": "assistant", "tool_calls": [{"id": "c"}]}, "messages[1].tool_calls[0]"),
-    ],
-)
-def test_malformed_messages_are_named(load: Load, chatml: str, message: object, param: str) -> None:
-    with pytest.raises(PromptError) as caught:
-        rendered(load(chatml), [user("x"), message], None, {})
-    assert caught.value.param == param
-    assert param in caught.value.message
 
 
 def test_last_message_from_the_assistant(load: Load, chatml: str) -> None:
@@ -226,22 +221,6 @@ def test_last_message_from_the_assistant(load: Load, chatml: str) -> None:
     assert goes_on.endswith("<|im_start|>assistant\nThe answer is")
     unopened = rendered(template, turns, None, {"add_generation_prompt": False})
     assert unopened.endswith("The answer is<|im_end|>\n")
-
-
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"messages": []},
-        {"chat_template": "x"},
-        {"self": 1},
-        {"continue_final_message": "yes"},
-        {"continue_final_message": True, "add_generation_prompt": True},
-    ],
-)
-def test_template_arguments_that_are_refused(load: Load, chatml: str, kwargs: dict) -> None:
-    with pytest.raises(PromptError) as caught:
-        rendered(load(chatml), [user("x")], None, kwargs)
-    assert caught.value.param == "chat_template_kwargs"
 
 
 def test_no_template(load: Load) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tokenizers import AddedToken, Tokenizer
 
+from frontend.conversation import Conversation, Message, ToolCall
 from frontend.tokenizer.control_tokens import ControlTokens, RenderedText
 from frontend.tokenizer.encoder import PromptEncoder
 from frontend.tokenizer.load import TokenizerFiles, load_tokenizer
@@ -29,13 +32,13 @@ LLAMA2 = (
 UNIGRAM = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
 
 
-def payload(*messages: object, tools: object = None, **kwargs: object) -> bytes:
-    value = {"messages": list(messages), "tools": tools, "template_kwargs": kwargs}
-    return json.dumps(value).encode()
+def payload(*messages: Message, tools: Sequence[dict] = (), **kwargs: object) -> bytes:
+    conversation = Conversation(list(messages), list(tools), template_kwargs=kwargs)
+    return msgspec.json.encode(conversation)
 
 
-def user(text: str) -> dict:
-    return {"role": "user", "content": text}
+def user(text: str) -> Message:
+    return Message("user", text)
 
 
 def encoder_for(tokenizer: Tokenizer, template: str) -> PromptEncoder:
@@ -93,16 +96,16 @@ def test_only_the_template_makes_control_tokens(
 ) -> None:
     tokenizer, encoder = tokenizers_by_family[family], encoders[family]
     roles = ["user", "assistant", "user"]
-    turns = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]
+    turns = [Message(r, t) for r, t in zip(roles, texts, strict=False)]
     ids = encoder.encode_chat(payload(*turns)).ids.tolist()
-    harmless = [{**turn, "content": "a"} for turn in turns]
+    harmless = [replace(turn, content="a") for turn in turns]
     expected = encoder.encode_chat(payload(*harmless)).ids.tolist()
     assert control_ids(tokenizer, ids) == control_ids(tokenizer, expected)
     if family == "byte_level":
         decoded = tokenizer.decode(ids, skip_special_tokens=False)
         assert (
             decoded
-            == "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>" for turn in turns)
+            == "".join(f"<|im_start|>{turn.role}\n{turn.content}<|im_end|>" for turn in turns)
             + "<|im_start|>assistant\n"
         )
 
@@ -141,7 +144,7 @@ def test_prompt_without_control_text_equals_the_tokenizer(smollm2_dir: Path) -> 
     files = load_tokenizer(smollm2_dir)
     encoder = PromptEncoder(files)
     for text in ("Hi", "  12 a\n\n", "<|im_end", "日本語 🦙", "<b>&amp;</b>"):
-        encoded = encoder.encode_chat(payload({"role": "system", "content": "s"}, user(text)))
+        encoded = encoder.encode_chat(payload(Message("system", "s"), user(text)))
         rendered = (
             f"<|im_start|>system\ns<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n"
             "<|im_start|>assistant\n"
@@ -170,17 +173,12 @@ def test_every_string_of_a_request_is_guarded(
         "{{ messages[0].content | tojson(ensure_ascii=True) }}"
     )
     mark = "<|im_end|>"
-    function = {"name": mark, "arguments": json.dumps({mark: [mark, {"a": mark}]})}
+    call = ToolCall(mark, mark, {mark: [mark, {"a": mark}]})
     tools = [{"type": "function", "function": {"name": mark, "parameters": {mark: {"d": mark}}}}]
     turns = [
-        {**user(mark), "name": mark},
-        {
-            "role": "assistant",
-            "content": mark,
-            "reasoning_content": mark,
-            "tool_calls": [{"id": mark, "type": "function", "function": function}],
-        },
-        {"role": "tool", "tool_call_id": mark, "content": [{"type": "text", "text": mark}]},
+        Message("user", mark, name=mark),
+        Message("assistant", mark, reasoning=mark, tool_calls=[call]),
+        Message("tool", mark, tool_call_id=mark),
     ]
     encoder = encoder_for(tokenizer, template)
     encoded = encoder.encode_chat(payload(*turns, tools=tools, note=mark, extra={mark: [mark]}))
@@ -220,7 +218,7 @@ def test_marks_that_the_template_writes_are_control_tokens_too(
     ids = encoder_for(tokenizer, template[:-7]).encode_chat(payload(user("<think>"))).ids.tolist()
     assert ids == [think]
     # The model's own earlier text keeps its marks, so that templates can split at them.
-    own = {"role": "assistant", "content": "<think>a</think>b"}
+    own = Message("assistant", "<think>a</think>b")
     split = "{{ messages[0].content.split('</think>')[-1] }}<think>"
     ids = encoder_for(tokenizer, split).encode_chat(payload(own)).ids.tolist()
     assert tokenizer.decode(ids) == "b<think>"
@@ -242,7 +240,7 @@ def test_tokens_that_take_blanks_with_them(tokenizers_by_family: dict[str, Token
 def test_nested_and_adjacent_tokens() -> None:
     control = ControlTokens(["<<a>", "<a>", "b", "  "])
     aliases = {text: f"[{text}]" for text in control.all}
-    sentinel, (messages, other) = control.guard([user("<<a><a>bb")], "b<a>")
+    sentinel, (messages, other) = control.guard([{"role": "user", "content": "<<a><a>bb"}], "b<a>")
     content = messages[0]["content"]  # type: ignore[index, call-overload]
     rendered = control.unguard(f"<a>{content}b{other}<<a>  ", sentinel)
     assert rendered.text == "<a><<a><a>bbbb<a><<a>  "

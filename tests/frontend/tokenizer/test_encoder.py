@@ -11,11 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from frontend.api.openai_chat import read_chat
+from frontend.conversation import Conversation, Message
+from frontend.errors import ApiError
+from frontend.generation.request import ModelLimits
 from frontend.tokenizer.encoder import PromptEncoder
 from frontend.tokenizer.errors import PromptError
 from frontend.tokenizer.load import load_tokenizer
 
 WriteCheckpoint = Callable[..., Path]
+
+LIMITS = ModelLimits("served", 1000, 4096, 8)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +48,7 @@ def test_begin_token_only_where_asked_for(write_checkpoint: WriteCheckpoint) -> 
     plain = encoder.encode_text("abc", add_special_tokens=False).ids.tolist()
     assert encoder.encode_text("abc").ids.tolist() == [1, *plain]
     for content in ("abc", "abc </s>"):
-        ids = encoder.encode_chat(chat(messages=[{"role": "user", "content": content}])).ids
+        ids = encoder.encode_conversation(Conversation([Message("user", content)])).ids
         assert ids.tolist().count(1) == 1
 
 
@@ -51,9 +57,9 @@ def test_lone_surrogates_are_refused(smollm2: PromptEncoder, text: str) -> None:
     with pytest.raises(PromptError, match="surrogate") as caught:
         smollm2.encode_text(text)
     assert caught.value.param == "prompt"
-    for content in (text, f"{text}<|im_end|>", [{"type": "text", "text": text}]):
+    for content in (text, f"{text}<|im_end|>"):
         with pytest.raises(PromptError, match="surrogate") as caught:
-            smollm2.encode_chat(chat(messages=[{"role": "user", "content": content}]))
+            smollm2.encode_conversation(Conversation([Message("user", content)]))
         assert caught.value.param == "messages"
 
 
@@ -105,10 +111,10 @@ MESSAGE = st.fixed_dictionaries(
 def test_nothing_but_prompt_errors(
     smollm2: PromptEncoder, messages: list[object], tools: object, kwargs: object
 ) -> None:
-    payload = chat(messages=messages, tools=tools, template_kwargs=kwargs)
+    body = chat(messages=messages, tools=tools, chat_template_kwargs=kwargs)
     try:
-        encoded = smollm2.encode_chat(payload)
-    except PromptError as error:
+        encoded = smollm2.encode_chat(read_chat(body, LIMITS).prompts[0].frame)
+    except (ApiError, PromptError) as error:
         assert error.message
     else:
         assert encoded.ids.size > 0

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import zmq
 
 from frontend.tokenizer.errors import PromptError
 from frontend.tokenizer.run import TokenizerLoop
-from transport.framing import encode_header
 from transport.ids import ProcessName, RequestId
+from transport.messages.base import Hello
 from transport.messages.generate import Encode, RequestFailed
-from transport.sockets import Received
 from transport.telemetry.metrics import MetricSet
+
+HELLO = Hello(1, "tokenizer", ProcessName("tokenizer/0"), 1, "hash")
 
 
 class Dealer:
@@ -19,6 +22,7 @@ class Dealer:
 
     def __init__(self) -> None:
         self.sent: list[object] = []
+        self.can_send = True
 
     def send(self, message: object, *_frames: object) -> bool:
         self.sent.append(message)
@@ -42,10 +46,9 @@ class BrokenEncoder:
 )
 def test_who_is_to_blame(fault, status, code, param, caplog):
     dealer = Dealer()
-    loop = TokenizerLoop(BrokenEncoder(fault), dealer, None, MetricSet())
+    loop = TokenizerLoop(BrokenEncoder(fault), dealer, HELLO, threading.Event(), None, MetricSet())
     job = Encode(RequestId("r-1"), "chat")
-    header = zmq.Frame(encode_header(job))
-    loop._handle(Received(job, header, [zmq.Frame(b"{}")], ProcessName("router")))
+    loop.on_message(job, [zmq.Frame(b"{}")])
     (answer,) = dealer.sent
     assert isinstance(answer, RequestFailed)
     assert (answer.status, answer.code, answer.param) == (status, code, param)

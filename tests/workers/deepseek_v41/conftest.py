@@ -10,24 +10,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.engines import open_engine
 from transport.messages.generate import SamplingParams
 from workers.contract import DecodeRow, PromptChunk, StepPlan
-from workers.engine.settings import EngineSettings
-from workers.models.deepseek_v41.model.engine import create_deepseek_v41_engine
-from workers.models.deepseek_v41.model.serving_engine import DeepseekV41Engine
+from workers.engine.engine import ModelEngine
+from workers.models.deepseek_v41.model.served import ServedDeepseekV41
 
 DATA = Path(__file__).parents[2] / "data"
+TOLERANCE = 1e-4
+"""Between float32 logits and golden ones; measured are 1.2e-5 to 3.3e-5."""
 GREEDY = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
 
 
-def settings_for(model_dir: Path, **changes) -> EngineSettings:
-    values = dict(
-        model_dir=str(model_dir), accelerator="cpu", device_index=0, dtype="float32",
-        load_format="auto", max_model_len=512, max_num_seqs=4, kv_cache_gb=None,
-        gpu_memory_utilization=0.9, max_batched_tokens=512,
-        num_threads=1, report=lambda line: None, kv_dtype="float32",
-    )  # fmt: skip
-    return EngineSettings(**{**values, **changes})
+def open_model(model: str, **changes) -> ModelEngine:
+    return open_engine(DATA / model, **{"max_model_len": 512, "kv_dtype": "float32", **changes})
 
 
 @dataclass(frozen=True)
@@ -58,8 +54,11 @@ class Prompt:
 class Driver:
     """An engine whose logits a test can see. Sequence s has its own pages, in no particular order."""
 
-    def __init__(self, engine: DeepseekV41Engine) -> None:
+    def __init__(self, engine: ModelEngine) -> None:
         self.engine = engine
+        model = engine.model
+        assert isinstance(model, ServedDeepseekV41)
+        self.network, self.caches, self.engram = model.network, model.caches, model.engram
         self.keep_tokens = engine.info.layout.keep_tokens
 
     def prompt(self, ids, slot: int = 0) -> Prompt:
@@ -87,6 +86,32 @@ class Driver:
         rows = tuple(DecodeRow(slot, position) for slot, (_, position) in tokens.items())
         return self.engine.logits(StepPlan(0, decodes=rows))
 
+    def follow(self, prompt: Prompt, last: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+        """Logits [n, V] that each of the n tokens was chosen from, after a prefill that ended with
+        `last`. The tokens are fed whatever the logits say: near ties fall differently on other
+        processors, and free-running comparisons part there."""
+        logits = [last]
+        for position, token in enumerate(tokens[:-1], len(prompt.ids)):
+            logits.append(self.decode({prompt.slot: (token, position)})[0])
+        return torch.stack(logits)
+
+    def check_golden(
+        self,
+        golden: dict[str, torch.Tensor],
+        key: str,
+        prompt: Prompt,
+        logits: torch.Tensor,
+        steps: int = 32,
+        tolerance: float = TOLERANCE,
+    ) -> None:
+        """The prompt's last rows, then decode steps, against the golden values under `key`."""
+        rows, tokens = golden[f"{key}.logits_last16"], golden[f"{key}.greedy"][:steps].tolist()
+        torch.testing.assert_close(logits[-16:].cpu(), rows, atol=tolerance, rtol=0)
+        followed = self.follow(prompt, logits[-1], tokens).cpu()
+        wanted = golden[f"{key}.decode_logits"][:steps]
+        torch.testing.assert_close(followed, wanted, atol=tolerance, rtol=0)
+        assert followed.argmax(-1).tolist() == tokens
+
     def continue_greedily(self, prompt: Prompt, last: torch.Tensor, count: int = 32):
         """Tokens and the logits that each was taken from, after a prefill that ended with `last`."""
         tokens, logits = [], []
@@ -105,7 +130,7 @@ def make_driver():
     def make(model: str = "v41_tiny", **changes) -> Driver:
         key = (model, tuple(sorted(changes.items())))
         if key not in made:
-            made[key] = Driver(create_deepseek_v41_engine(settings_for(DATA / model, **changes)))
+            made[key] = Driver(open_model(model, **changes))
         return made[key]
 
     yield make
@@ -119,7 +144,7 @@ def new_driver():
     made: list[Driver] = []
 
     def make(model: str = "v41_tiny", **changes) -> Driver:
-        made.append(Driver(create_deepseek_v41_engine(settings_for(DATA / model, **changes))))
+        made.append(Driver(open_model(model, **changes)))
         return made[-1]
 
     yield make

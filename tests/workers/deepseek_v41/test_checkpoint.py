@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from workers.contract import ModelLoadError
 from workers.models.deepseek_v41.config.config_file import read_config
+from workers.models.deepseek_v41.loading.load_progress import load_progress
 from workers.models.deepseek_v41.weights.checkpoint import Checkpoint, open_checkpoint
 from workers.models.deepseek_v41.weights.dummy import DummyWeights
 from workers.models.deepseek_v41.weights.formats import dequantize
-from workers.models.deepseek_v41.weights.load_progress import load_progress
 from workers.models.deepseek_v41.weights.tensor_table import (
     expected_tensors,
     is_engram_table,
@@ -350,7 +350,7 @@ def test_dummy_weights_keep_activations_near_one():
 def test_without_a_terminal_progress_is_told_now_and_then(monkeypatch):
     now = 100.0
     monkeypatch.setattr(
-        "workers.models.deepseek_v41.weights.load_progress.time.monotonic", lambda: now
+        "workers.models.deepseek_v41.loading.load_progress.time.monotonic", lambda: now
     )
     lines: list[str] = []
     with load_progress("Weights", lines.append) as progress:

@@ -211,9 +211,9 @@ def test_a_missing_file_is_named(tmp_path):
 
 def test_a_replay_shorter_than_the_window_is_refused():
     config = read_config(TINY)
-    config.check_keep_tokens(22, retractable_tokens=6)
+    config.check_keep_tokens(16)
     with pytest.raises(ModelLoadError, match="yoco_keep_tokens"):
-        config.check_keep_tokens(21, retractable_tokens=6)
+        config.check_keep_tokens(15)
 
 
 @pytest.mark.parametrize(

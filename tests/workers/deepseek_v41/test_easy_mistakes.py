@@ -11,12 +11,12 @@ from torch.nn import functional
 
 from workers.models.deepseek_v41.attention import attention, indexer
 from workers.models.deepseek_v41.attention.compressor import Compressor
-from workers.models.deepseek_v41.attention.indexer import EntryChooser, Indexer
+from workers.models.deepseek_v41.attention.indexer import Indexer, TopKSelector
 from workers.models.deepseek_v41.attention.rope import Rotation, _frequencies, _yarn
 from workers.models.deepseek_v41.engram.layer import Engram
+from workers.models.deepseek_v41.linear import RMSNorm
 from workers.models.deepseek_v41.model import hyper_connection, model
 from workers.models.deepseek_v41.model.hyper_connection import HyperConnection, Mix
-from workers.models.deepseek_v41.model.linear import RMSNorm
 from workers.models.deepseek_v41.model.model import Layer
 from workers.models.deepseek_v41.moe import moe
 from workers.models.deepseek_v41.moe.moe import Gate
@@ -28,7 +28,7 @@ def driver(new_driver):
 
 
 def layers(driver):
-    return driver.engine._model.layers
+    return driver.network.layers
 
 
 def set_sink(driver, patch, value):
@@ -57,25 +57,25 @@ def rotate_halves(driver, patch):
 
 
 def no_yarn(driver, patch):
-    network = driver.engine._model
+    network = driver.network
     network.compressed_rope.frequencies = _frequencies(16, 160000)
 
 
 def wrong_theta(driver, patch):
-    network = driver.engine._model
+    network = driver.network
     scaling = network.config.rope_scaling
     network.compressed_rope.frequencies = _yarn(_frequencies(16, 10000), 16, 10000, scaling)
 
 
 def one_rope(driver, patch):
-    network = driver.engine._model
+    network = driver.network
     network.window_rope = network.compressed_rope
 
 
 def no_candidate_filter(driver, patch):
-    original = EntryChooser.choose
+    original = TopKSelector.select
     patch.setattr(
-        EntryChooser, "choose", lambda self, role, query, blocks: original(self, role, query, None)
+        TopKSelector, "select", lambda self, role, query, blocks: original(self, role, query, None)
     )
 
 
@@ -86,20 +86,20 @@ def newest_block_not_kept(driver, patch):
         best = padded.view(len(scores), -1, size).amax(-1)
         return indexer.largest(best, self._config.candidate_topk_blocks)
 
-    patch.setattr(EntryChooser, "_best_blocks", best_blocks)
+    patch.setattr(TopKSelector, "_best_blocks", best_blocks)
 
 
 def reuse_the_earlier_choice(driver, patch):
-    original = Layer._choose
+    original = Layer._select
     patch.setattr(
         Layer,
-        "_choose",
+        "_select",
         lambda self, *args: None if self.role.filters_by_candidates else original(self, *args),
     )
 
 
 def all_visible_entries(driver, patch):
-    network = driver.engine._model
+    network = driver.network
     network.config = copy.copy(network.config)
     object.__setattr__(network.config, "index_topk", 4096)
 
@@ -108,7 +108,7 @@ def visible_entries_shifted(by):
     """As if rows were `by(ratio)` positions later; there are no entries after the last token's."""
 
     def mistake(driver, patch):
-        original = EntryChooser.choose
+        original = TopKSelector.select
 
         def choose(self, role, *args):
             rows, last = self._rows, self._rows.spans[0].end - 1
@@ -118,7 +118,7 @@ def visible_entries_shifted(by):
             finally:
                 self._rows = rows
 
-        patch.setattr(EntryChooser, "choose", choose)
+        patch.setattr(TopKSelector, "select", choose)
 
     return mistake
 
@@ -150,7 +150,7 @@ def change_mix(change):
 
 def sinkhorn_iterations(count):
     def mistake(driver, patch):
-        for module in driver.engine._model.modules():
+        for module in driver.network.modules():
             if isinstance(module, HyperConnection):
                 module.iterations = count
 
@@ -183,7 +183,7 @@ def pre_used_by_its_own_sublayer(driver, patch):
 
 
 def large_eps(driver, patch):
-    for module in driver.engine._model.modules():
+    for module in driver.network.modules():
         for name in ("eps", "norm_eps"):
             if name == "eps" and isinstance(module, HyperConnection):
                 continue
@@ -257,7 +257,7 @@ def no_signed_root(driver, patch):
 
 
 def unmapped_pad(driver, patch):
-    driver.engine._engram._hash._pad = 2
+    driver.engram._hash._pad = 2
 
 
 def short_window(driver, patch):
@@ -377,7 +377,7 @@ def engram_after_the_layer(driver, patch):
 
 
 def primes_start_again(driver, patch):
-    hashing = driver.engine._engram._hash
+    hashing = driver.engram._hash
     hashing._primes[1] = hashing._primes[0]
 
 

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from workers.contract import ModelLoadError
+from workers.contract import ModelLoadError, StepPlan
 from workers.engine.trial_steps import heaviest_steps
 from workers.models.deepseek_v41.config.config_file import read_config
+from workers.models.deepseek_v41.loading import network
+from workers.models.deepseek_v41.loading.placing import WeightLoader, weight_bytes
 from workers.models.deepseek_v41.model.model import DeepseekV41
 from workers.models.deepseek_v41.moe.experts import Experts
-from workers.models.deepseek_v41.weights import loading
 from workers.models.deepseek_v41.weights.checkpoint import open_checkpoint
 from workers.models.deepseek_v41.weights.dummy import DummyWeights
-from workers.models.deepseek_v41.weights.placing import WeightLoader, weight_bytes
 
 DATA = Path(__file__).parents[2] / "data"
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ def test_the_released_model_runs_cut_to_some_layers(new_driver, layers):
         keep_tokens=140,
         hf_overrides={"num_hidden_layers": layers, **SMALL},
     )
-    assert len(driver.engine._model.layers) == layers
+    assert len(driver.network.layers) == layers
     prompt = driver.prompt(range(3, 303))
     logits = driver.prefill(prompt, 200)
     assert len(logits) == 140
@@ -87,9 +87,13 @@ def test_the_heaviest_steps_run(make_driver):
     driver = make_driver(keep_tokens=24, stores_prefixes=True)
     engine = driver.engine
     for plan in heaviest_steps(engine.info, 64):
-        engine.launch(plan)
-        result = engine.collect()
+        result = engine.launch(plan).collect()
         assert len(result.tokens) == len(plan.prompts) + len(plan.decodes)
+
+
+def test_a_placeholder_step_yields_nothing(make_driver):
+    result = make_driver().engine.launch(StepPlan(77)).collect()
+    assert (result.step, result.tokens.tolist()) == (77, [])
 
 
 def test_a_replay_shorter_than_the_window_is_refused(new_driver):
@@ -161,8 +165,8 @@ def test_the_released_model_needs_more_than_one_device_has():
 def test_weights_that_do_not_fit_are_refused_before_any_is_read(
     new_driver, monkeypatch, changes, advice
 ):
-    monkeypatch.setattr(loading, "free_memory", lambda device: 6 << 20)
-    monkeypatch.setattr(loading, "WeightLoader", None)  # not to be called
+    monkeypatch.setattr(network, "free_memory", lambda device: 6 << 20)
+    monkeypatch.setattr(network, "WeightLoader", None)  # not to be called
     said = rf"v41_tiny need 0\.0 GiB on cpu.* 0\.0 GiB are free there: .*{advice}"
     with pytest.raises(ModelLoadError, match=said):
         new_driver(**changes)

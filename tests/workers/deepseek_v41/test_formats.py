@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from workers.models.deepseek_v41.cache.cache_formats import (
+from workers.models.deepseek_v41.layout.cache_formats import (
     GLOBAL_KV,
     INDEX_KEY,
     WINDOW_KV,

@@ -4,19 +4,23 @@ import pytest
 import torch
 
 from workers.models.deepseek_v41.attention import attention, indexer
+from workers.models.deepseek_v41.cache.vector_formats import CompactVectors
 from workers.models.deepseek_v41.moe import moe
 
-TOLERANCE = 1e-3
+TOLERANCE = 1e-4
 LENGTHS = (37, 130, 300)
 
 
-def check(driver, golden, key, prompt, logits, steps=32):
-    """The prompt's last rows, then decode steps, against the golden values under `key`."""
-    torch.testing.assert_close(logits[-16:], golden[f"{key}.logits_last16"], atol=TOLERANCE, rtol=0)
-    tokens, decoded = driver.continue_greedily(prompt, logits[-1], steps)
-    expected = golden[f"{key}.decode_logits"][:steps]
-    torch.testing.assert_close(decoded, expected, atol=TOLERANCE, rtol=0)
-    assert tokens == golden[f"{key}.greedy"][:steps].tolist()
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("v41_tiny", "golden"), ("v41_tiny", "golden_replay"), ("v41_tiny_quant", "golden")],
+)
+def test_no_golden_choice_is_so_close_that_it_could_fall_otherwise(golden, model, name):
+    """What other tests build on that compare greedy tokens with these."""
+    values = golden(model, name)
+    for key in (key for key in values if key.endswith("decode_logits")):
+        best, second = values[key].topk(2).values.unbind(-1)
+        assert (best - second).min() > 3 * TOLERANCE, key
 
 
 @pytest.mark.parametrize("model", ["v41_tiny", "v41_tiny_quant"])
@@ -26,7 +30,7 @@ def test_one_pass_and_decode_steps(make_driver, golden, model, length):
     prompt = driver.prompt(expected[f"p{length}.input_ids"])
     logits = driver.prefill(prompt)
     assert logits.shape == (length, 256)
-    check(driver, expected, f"p{length}", prompt, logits)
+    driver.check_golden(expected, f"p{length}", prompt, logits)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +40,7 @@ def test_one_pass_and_decode_steps(make_driver, golden, model, length):
 def test_chunked_prefill_is_one_pass(make_driver, golden, length, chunk):
     driver, expected = make_driver(), golden("v41_tiny", "golden")
     prompt = driver.prompt(expected[f"p{length}.input_ids"])
-    check(driver, expected, f"p{length}", prompt, driver.prefill(prompt, chunk), steps=4)
+    driver.check_golden(expected, f"p{length}", prompt, driver.prefill(prompt, chunk), steps=4)
 
 
 def test_a_batch_does_not_change_a_sequence(make_driver, golden):
@@ -52,14 +56,10 @@ def test_a_batch_does_not_change_a_sequence(make_driver, golden):
         for length, row in zip(LENGTHS, last, strict=True):
             wanted = expected[f"p{length}.decode_logits"][step]
             torch.testing.assert_close(row, wanted, atol=TOLERANCE, rtol=0)
-        tokens = {
-            p.slot: (int(row.argmax()), len(p.ids) + step)
-            for p, row in zip(prompts, last, strict=True)
-        }
-        assert [t for t, _ in tokens.values()] == [
-            int(expected[f"p{n}.greedy"][step]) for n in LENGTHS
-        ]
-        last = list(driver.decode(tokens))
+        tokens = [int(expected[f"p{n}.greedy"][step]) for n in LENGTHS]
+        assert [int(row.argmax()) for row in last] == tokens
+        fed = {p.slot: (t, len(p.ids) + step) for p, t in zip(prompts, tokens, strict=True)}
+        last = list(driver.decode(fed))
 
 
 def test_work_cut_into_pieces_to_bound_memory_is_the_same(make_driver, golden, monkeypatch):
@@ -88,7 +88,9 @@ def test_bounded_replay(make_driver, golden, chunk, length, stores_prefixes):
     prompt = driver.prompt(golden("v41_tiny", "golden")[f"p{length}.input_ids"])
     logits = driver.prefill(prompt, chunk)
     assert len(logits) == 24  # the decoder layers ran on no other row
-    check(driver, golden("v41_tiny", "golden_replay"), f"p{length}.keep24", prompt, logits, 20)
+    driver.check_golden(
+        golden("v41_tiny", "golden_replay"), f"p{length}.keep24", prompt, logits, 20
+    )
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -98,27 +100,42 @@ def test_bounded_replay_of_the_quantised_model(make_driver, golden, length):
         golden("v41_tiny_quant", "golden"),
     )
     prompt = driver.prompt(expected[f"p{length}.input_ids"])
-    check(driver, expected, f"p{length}.keep24", prompt, driver.prefill(prompt, 50), 8)
+    driver.check_golden(expected, f"p{length}.keep24", prompt, driver.prefill(prompt, 50), 8)
 
 
 def test_bounded_replay_of_a_short_prompt_cuts_nothing(make_driver, golden):
     driver, expected = make_driver(keep_tokens=64), golden("v41_tiny", "golden")
     prompt = driver.prompt(expected["p37.input_ids"])
-    check(driver, expected, "p37", prompt, driver.prefill(prompt, 10))
+    driver.check_golden(expected, "p37", prompt, driver.prefill(prompt, 10))
+
+
+def compact_differences(driver, expected) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of the prompt's last rows, and by how much the decode steps' differ from the golden ones."""
+    prompt = driver.prompt(expected["p37.input_ids"])
+    logits = driver.prefill(prompt)
+    followed = driver.follow(prompt, logits[-1], expected["p37.greedy"].tolist())
+    return logits[-16:], (followed - expected["p37.decode_logits"]).abs()
+
+
+COMPACT_MEDIAN = 0.03
+"""Rounding turns float noise into steps: an entry that falls to the other side moves some rows by up to 1,
+but not all of them. Measured medians: noise of 3e-7 in all weights 0.0025 at most; a smaller group of
+index keys 0.08, index queries that are not rounded 0.11, a wrong type of scale 0.17 to 0.37."""
 
 
 def test_compact_caches_round_as_the_model_was_trained(make_driver, golden):
-    """Rounding turns float noise into visible steps, so only the choice of tokens is compared."""
-    driver, expected = (
-        make_driver("v41_tiny_quant", kv_dtype="auto"),
-        golden("v41_tiny_quant", "golden_cacheq"),
-    )
+    driver = make_driver("v41_tiny_quant", kv_dtype="auto")
+    expected = golden("v41_tiny_quant", "golden_cacheq")
     assert driver.engine.info.layout.page_tensors[0].dtype == "uint8"
-    prompt = driver.prompt(expected["p37.input_ids"])
-    logits = driver.prefill(prompt)
-    tokens, _ = driver.continue_greedily(prompt, logits[-1])
-    same = sum(a == b for a, b in zip(tokens, expected["p37.greedy"].tolist(), strict=True))
-    assert same >= 24
+    last, differences = compact_differences(driver, expected)
+    assert differences.median() < COMPACT_MEDIAN
     plain = golden("v41_tiny_quant", "golden")["p37.logits_last16"]
-    assert (logits[-16:] - plain).abs().max() > 1  # the rounding is there
-    assert (logits[-16:] - expected["p37.logits_last16"]).abs().mean() < 0.3
+    assert (last - plain).abs().max() > 1  # the rounding is there
+    assert (last - expected["p37.logits_last16"]).abs().mean() < 0.3
+
+
+def test_index_queries_that_are_not_rounded_are_noticed(make_driver, golden, monkeypatch):
+    monkeypatch.setattr(CompactVectors, "rounded", lambda self, vectors: vectors)
+    driver = make_driver("v41_tiny_quant", kv_dtype="auto")
+    _, differences = compact_differences(driver, golden("v41_tiny_quant", "golden_cacheq"))
+    assert differences.median() > 2 * COMPACT_MEDIAN

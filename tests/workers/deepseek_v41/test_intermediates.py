@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from workers.models.deepseek_v41.attention.attention import Attention
-from workers.models.deepseek_v41.attention.indexer import EntryChooser
+from workers.models.deepseek_v41.attention.indexer import TopKSelector
 from workers.models.deepseek_v41.model.model import Layer
 from workers.models.deepseek_v41.moe.moe import Gate, MoE
 
@@ -14,7 +14,7 @@ def seen(make_driver, golden):
     """Everything that one pass over the 37-token prompt computes, by name."""
     driver = make_driver()
     found: dict[str, torch.Tensor] = {}
-    network = driver.engine._model
+    network = driver.network
     layer_of = {}
     for i, layer in enumerate(network.layers):
         for module in (layer, layer.attn, layer.ffn, layer.ffn.gate):
@@ -56,10 +56,10 @@ def seen(make_driver, golden):
         record(patch, Attention, "output", put("attn_out"))
         record(patch, MoE, "forward", put("ffn_out"))
         record(patch, Gate, "forward", experts)
-        record(patch, EntryChooser, "choose", choice)
+        record(patch, TopKSelector, "select", choice)
         prompt = driver.prompt(golden("v41_tiny", "golden")["p37.input_ids"])
         driver.prefill(prompt)
-    caches, page = driver.engine.caches, torch.tensor([[prompt.pages[0]]])
+    caches, page = driver.caches, torch.tensor([[prompt.pages[0]]])
     for source in network.config.kv_source_layer_ids:
         count = 37 // network.config.compress_ratios[source]
         entries = 128 // network.config.compress_ratios[source]

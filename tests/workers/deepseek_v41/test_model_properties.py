@@ -1,7 +1,7 @@
 """Random small models: however a sequence is cut into chunks and whatever runs beside it, its numbers stay.
 
-In the exact mode they stay to the bit. Otherwise they may differ by rounding, and where two entries score
-almost the same a choice may flip: those examples are fixed ones, without rounded caches.
+Where they are batch-invariant they stay to the bit. Otherwise they may differ by rounding, and where two
+entries score almost the same a choice may flip: those examples are fixed ones, without rounded caches.
 """
 
 from dataclasses import dataclass
@@ -13,16 +13,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.engines import DirectUpload, batch_tensors
+from workers.attention.batch import LogitRow, Segment
 from workers.models.deepseek_v41.cache.pools import ServingCaches
-from workers.models.deepseek_v41.cache.row_layout import build_serving_layout
 from workers.models.deepseek_v41.config.model_config import ModelConfig, RopeScaling
 from workers.models.deepseek_v41.engram.hashing import EngramHash, _primes_from
 from workers.models.deepseek_v41.engram.lookup import EngramLookup
 from workers.models.deepseek_v41.engram.table import DummyEngramTable
+from workers.models.deepseek_v41.layout.row_layout import build_serving_layout
+from workers.models.deepseek_v41.loading.placing import WeightLoader
 from workers.models.deepseek_v41.model.model import DeepseekV41
-from workers.models.deepseek_v41.model.step import Segment, StepBuilder
+from workers.models.deepseek_v41.steps.step import StepBuilder
 from workers.models.deepseek_v41.weights.dummy import DummyWeights
-from workers.models.deepseek_v41.weights.placing import WeightLoader
 
 VOCAB = 40
 CPU = torch.device("cpu")
@@ -110,7 +112,7 @@ def cases(draw, kv_formats) -> Case:
 class Runner:
     """A model with caches, driven segment by segment."""
 
-    def __init__(self, case: Case, *, exact: bool) -> None:
+    def __init__(self, case: Case, *, batch_invariant: bool) -> None:
         config = case.config
         layout = build_serving_layout(
             config, case.kv_format, case.keep_tokens, store_anchors=case.store_anchors
@@ -122,7 +124,7 @@ class Runner:
         self.caches = ServingCaches(config, layout, PAGES * slots, slots, CPU, torch.float32)
         self.caches.states.fill_(255)  # NaN in every format: whoever was here before
         self.caches.pages.fill_(255)
-        self.builder = StepBuilder(config, layout, exact=exact)
+        self.builder = StepBuilder(config, layout, batch_invariant=batch_invariant)
         self.tables = torch.randperm(
             PAGES * slots, generator=torch.Generator().manual_seed(1)
         ).view(slots, PAGES)
@@ -141,33 +143,31 @@ class Runner:
         for which, start, end in parts:
             ids = case.ids[which]
             replay = max(0, len(ids) - 2 - case.keep_tokens) if case.keep_tokens else 0
-            segments.append(Segment(which, start, end - start, replay_from=replay))
+            row = sum(s.rows for s in segments)
+            segments.append(Segment(which, row, start, end - start, replay_from=replay))
             tokens = np.array(ids[start:end], np.int32)
             if start == 0:
                 self.engram.begin(which, tokens, 0)
             chunks.append((which, start, tokens))
         wanted = [
-            (i, p)
+            LogitRow(i, p)
             for i, s in enumerate(segments)
             for p in range(max(s.start, s.replay_from), s.end)
         ]
-        step = self.builder.build(
-            segments,
-            torch.cat([torch.from_numpy(tokens).long() for _, _, tokens in chunks]),
-            self.tables.int(),
-            wanted,
-            self.engram.prompts(chunks) if case.config.engram_layer_ids else {},
-        )
-        logits = self.model(step, self.caches)
+        embeddings = self.engram.prompts(chunks) if case.config.engram_layer_ids else {}
+        inputs = self.builder.prepare(segments, wanted, embeddings, DirectUpload())
+        ids = torch.cat([torch.from_numpy(tokens).long() for _, _, tokens in chunks])
+        tensors = batch_tensors(segments, ids, self.tables.int())
+        logits = self.model(inputs.step(tensors), self.caches)
         rows = torch.empty(0, VOCAB) if logits is None else logits
         counts = [sum(1 for j, _ in wanted if j == i) for i in range(len(segments))]
         parts_of = torch.split(rows, counts)
         return {which: part for (which, _, _), part in zip(parts, parts_of, strict=True)}
 
 
-def alone(case: Case, exact: bool) -> list[torch.Tensor]:
+def alone(case: Case, batch_invariant: bool) -> list[torch.Tensor]:
     """Logits of each sequence, computed by itself and at once but for its last two tokens."""
-    runner = Runner(case, exact=exact)
+    runner = Runner(case, batch_invariant=batch_invariant)
     results = []
     for which, ids in enumerate(case.ids):
         ends = sorted({max(1, len(ids) - 2), max(1, len(ids) - 1), len(ids)})
@@ -176,9 +176,9 @@ def alone(case: Case, exact: bool) -> list[torch.Tensor]:
     return results
 
 
-def together(case: Case, exact: bool) -> list[torch.Tensor]:
+def together(case: Case, batch_invariant: bool) -> list[torch.Tensor]:
     """The same in shared steps, each sequence in its own chunks."""
-    runner = Runner(case, exact=exact)
+    runner = Runner(case, batch_invariant=batch_invariant)
     pending = [list(pairwise([0, *cuts])) for cuts in case.cuts]
     results: list[list[torch.Tensor]] = [[] for _ in case.ids]
     while any(pending):
@@ -190,7 +190,7 @@ def together(case: Case, exact: bool) -> list[torch.Tensor]:
 
 @settings(max_examples=25)
 @given(cases(st.sampled_from(["float32", "bfloat16", "compact"])))
-def test_in_the_exact_mode_no_bit_depends_on_chunks_or_company(case):
+def test_where_batch_invariant_no_bit_depends_on_chunks_or_company(case):
     with torch.inference_mode():
         for one, other in zip(alone(case, True), together(case, True), strict=True):
             assert one.isfinite().all()

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.engines import engine_settings
 from transport.child import ProcessSettings
 from transport.ids import ProcessName
-from workers import prefix_storage
+from workers import prefix_cache
 from workers.contract import ModelLoadError
-from workers.models.deepseek_v41.model import engine as engine_module
+from workers.models.deepseek_v41.loading import loader
 from workers.run import create_engine
 from workers.settings import WorkerSettings
 
@@ -26,13 +27,13 @@ def segment():
     os.close(fd)
 
 
-def create(segment, **changes):
+def create(segment, *, keep_tokens=24, **changes):
+    engine = engine_settings(
+        TINY, max_model_len=512, keep_tokens=keep_tokens, stores_prefixes=segment is not None
+    )
     values = dict(
         process=ProcessSettings(ProcessName("worker/0"), "worker", "test", "/run", os.getpid(), "hash"),
-        rank=0, engine="auto", model_dir=str(TINY), accelerator="cpu", device_index=0,
-        dtype="float32", load_format="auto", max_model_len=512, max_num_seqs=4, kv_cache_gb=None,
-        gpu_memory_utilization=0.9, max_batched_tokens=512, prefill_any_interval=1, num_threads=1,
-        kv_dtype="auto", keep_tokens=24, deterministic=False, hf_overrides={}, hicache_fd=segment,
+        rank=0, engine=engine, prefill_any_interval=1, hicache_fd=segment,
         hicache_bytes=8 * MIB, hicache_states=4, hicache_copy="auto",
     )  # fmt: skip
     return create_engine(WorkerSettings(**{**values, **changes}), LINK)
@@ -48,8 +49,8 @@ def create(segment, **changes):
     ],
 )
 def test_it_is_refused_before_the_weights_are_loaded(segment, monkeypatch, changes, said):
-    monkeypatch.setattr(engine_module, "_load", None)  # not to be called
-    monkeypatch.setattr(prefix_storage, "available_host_memory", lambda: MIB << 9)
+    monkeypatch.setattr(loader, "_load_parts", None)  # not to be called
+    monkeypatch.setattr(prefix_cache, "available_host_memory", lambda: MIB << 9)
     with pytest.raises(ModelLoadError, match=said):
         create(segment, **changes)
     assert os.fstat(segment).st_size == 0
@@ -62,5 +63,5 @@ def test_without_a_prefix_cache_bounded_replay_may_be_off():
 
 
 def test_a_pool_that_fits_is_let_through(segment, monkeypatch):
-    monkeypatch.setattr(prefix_storage, "available_host_memory", lambda: MIB << 9)
+    monkeypatch.setattr(prefix_cache, "available_host_memory", lambda: MIB << 9)
     create(segment).close()

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from transport.ids import ProcessName, RequestId
-from transport.messages.generate import RUNNING, SamplingParams
+from transport.messages.generate import RUNNING, Generate, SamplingParams
 from workers.contract import EngineError, PromptChunk, StepPlan
 from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.sequence import Sequence
@@ -25,7 +25,7 @@ def run(engine, prompts, *, chunk, sampling=GREEDY, seeds=None):
             frontend=ProcessName("frontend/0"),
             prompt=np.asarray(ids, np.int32),
             prompt_len=len(ids),
-            sampling=sampling,
+            generate=Generate(sampling),
             seed=i if seeds is None else seeds[i],
             arrival=float(i),
         )
@@ -36,10 +36,10 @@ def run(engine, prompts, *, chunk, sampling=GREEDY, seeds=None):
     logprobs = {sequence.key: [] for sequence in sequences}
     unfinished = len(sequences)
     while unfinished:
-        plan = scheduler.plan()
-        assert plan is not None
-        engine.launch(plan)
-        for row in scheduler.apply(engine.collect()).rows:
+        step = scheduler.next_step()
+        assert step is not None
+        step.launched = engine.launch(step.plan)
+        for row in scheduler.collect().rows:
             unfinished -= row.finish != RUNNING
             if row.logprobs is not None:
                 logprobs[row.sequence.key].append(row.logprobs.chosen)
@@ -78,7 +78,7 @@ def test_preempted_and_recomputed(make_driver, golden, prompts, keep):
     assert together == alone
 
 
-def test_the_exact_mode_does_not_differ_by_a_bit(make_driver, prompts):
+def test_batch_invariant_results_do_not_differ_by_a_bit(make_driver, prompts):
     """Logprobs are compared without tolerance: alone, in a batch, and with other chunks."""
     engine = make_driver(deterministic=True, keep_tokens=24).engine
     seeds = [11, 12, 13]
@@ -94,7 +94,7 @@ def test_the_exact_mode_does_not_differ_by_a_bit(make_driver, prompts):
     assert len(set(map(tuple, together[0]))) == 3
 
 
-def test_the_exact_mode_meets_the_golden_values(make_driver, golden, prompts):
+def test_batch_invariant_results_meet_the_golden_values(make_driver, golden, prompts):
     tokens, _, _ = run(make_driver(deterministic=True).engine, prompts[:2], chunk=64)
     expected = golden("v41_tiny", "golden")
     assert tokens == [expected[f"p{n}.greedy"].tolist() for n in LENGTHS[:2]]
@@ -103,13 +103,13 @@ def test_the_exact_mode_meets_the_golden_values(make_driver, golden, prompts):
 def test_misuse_is_refused(make_driver):
     driver = make_driver(max_num_seqs=1)
     engine = driver.engine
-    with pytest.raises(EngineError, match="No step is running"):
-        engine.collect()
     chunk = PromptChunk(0, 0, np.arange(3, dtype=np.int32), (0,), True, True, GREEDY, 0, 3)
-    engine.launch(StepPlan(1, prompts=(chunk,)))
+    step = engine.launch(StepPlan(1, prompts=(chunk,)))
     with pytest.raises(EngineError, match="collect one before"):
         engine.launch(StepPlan(2, prompts=(chunk,)))
-    assert engine.collect().step == 1
+    assert step.collect().step == 1
+    with pytest.raises(EngineError, match="collected already"):
+        step.collect()
     engine.close()
     engine.close()
     with pytest.raises(EngineError, match="closed"):

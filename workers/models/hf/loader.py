@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -14,15 +14,15 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
-from workers.attention.paged import ATTENTION_NAME, register
+from transport.wording import first_line
 from workers.contract import ModelLoadError
+from workers.models.hf.attention_function import ATTENTION_NAME, register
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from workers.engine.device import DTypeName
-
-LoadFormat = Literal["auto", "dummy"]
+    from workers.hardware.device import DTypeName
+    from workers.settings import LoadFormat
 
 _DUMMY_SEED: Final = 0
 _SUPPORTED_LAYERS: Final = frozenset({"full_attention", "sliding_attention"})
@@ -136,7 +136,7 @@ def _eos_token_ids(
     return tuple(found)
 
 
-def load_model(
+def load_weights(
     loaded: LoadedConfig,
     model_dir: Path,
     device: torch.device,
@@ -157,7 +157,7 @@ def load_model(
         if load_format == "dummy":
             model = _dummy_model(loaded.config, device, dtype)
         else:
-            model = _load_weights(loaded.config, model_dir, device, dtype)
+            model = _read_weights(loaded.config, model_dir, device, dtype)
     except torch.OutOfMemoryError as error:
         raise ModelLoadError(
             f"The weights in {model_dir} do not fit into the memory of {device}; use a smaller "
@@ -188,7 +188,7 @@ def _dummy_model(
         return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
 
 
-def _load_weights(
+def _read_weights(
     config: PreTrainedConfig, model_dir: Path, device: torch.device, dtype: DTypeName
 ) -> PreTrainedModel:
     if not any(model_dir.glob("*.safetensors")):
@@ -210,9 +210,3 @@ def _load_weights(
             f"{missing[0]}; the checkpoint is incomplete or of another architecture."
         )
     return model
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, for messages of one sentence."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from transport.wording import first_line
 from workers.contract import ModelLoadError
-from workers.models.cache_layout import LayerShape
-from workers.models.hf.loader import first_line
+from workers.models.hf.network import network_logits
+from workers.models.hf.page_layout import LayerShape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _RecordingStep:
-    """An `AttentionStep` that notes each layer's geometry and returns zeros."""
+    """A `LayerAttention` that notes each layer's geometry and returns zeros."""
 
     shapes: dict[int, LayerShape] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
@@ -61,7 +62,7 @@ def probe_model(
     step = _RecordingStep()
     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
     try:
-        logits = model_logits(model, token, token, step, token[0])
+        logits = network_logits(model, token, token, step, token[0])
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
         if isinstance(error, ModelLoadError):
             raise
@@ -81,31 +82,6 @@ def probe_model(
         )
     _check_windows(name, loaded, step)
     return int(logits.shape[-1])
-
-
-def model_logits(
-    model: nn.Module, input_ids: Tensor, position_ids: Tensor, step: object, rows: Tensor
-) -> Tensor:
-    """Run the model over a flattened batch.
-
-    Args:
-        input_ids: [1,T]; `position_ids` alike.
-        step: the `AttentionStep` that its attention layers talk to.
-        rows: int64 [R], the rows whose logits are wanted.
-
-    Returns:
-        [R, vocab_size].
-    """
-    output = model(
-        input_ids=input_ids,
-        position_ids=position_ids,
-        use_cache=False,
-        logits_to_keep=rows,
-        paged_step=step,
-    )
-    logits: Tensor = output.logits[0]
-    # A few models take `logits_to_keep` without honouring it.
-    return logits if logits.shape[0] == rows.shape[0] else logits[rows]
 
 
 def pin_rope(model: nn.Module, max_model_len: int, device: torch.device) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from workers.models.deepseek_v41.attention.compressor import Compressor
 from workers.models.deepseek_v41.attention.indexer import Indexer
-from workers.models.deepseek_v41.model.linear import (
+from workers.models.deepseek_v41.linear import (
     Linear,
     RMSNorm,
     batched_product,
@@ -18,9 +18,9 @@ from workers.models.deepseek_v41.model.linear import (
 
 if TYPE_CHECKING:
     from workers.models.deepseek_v41.attention.rope import Rotation
-    from workers.models.deepseek_v41.attention.rows import Rows
     from workers.models.deepseek_v41.cache.pools import ServingCaches
     from workers.models.deepseek_v41.config.model_config import LayerRole, ModelConfig
+    from workers.models.deepseek_v41.steps.rows import Rows
 
 _KEY_ELEMENTS: Final = 1 << 26
 """Elements of gathered keys that one call may hold."""
@@ -85,7 +85,7 @@ def attend(
         window_keys: what `ServingCaches.exchange_window` returned.
         caches: where the global entries are.
         source: their kv source; None: window only.
-        address: int64 [T,K] as in `Choice.address`; None: window only.
+        address: int64 [T,K] as in `TopKSelection.address`; None: window only.
         sink: float32 [H], a logit without a value.
     """
     no_entries = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)

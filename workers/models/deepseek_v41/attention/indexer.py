@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from workers.attention.row_tiles import TILE_ROWS, map_rows, position_tiles
-from workers.models.deepseek_v41.attention.rows import Rows
-from workers.models.deepseek_v41.cache.row_layout import entries_per_page
-from workers.models.deepseek_v41.model.linear import Linear, RMSNorm, batched_product
+from workers.models.deepseek_v41.layout.row_layout import entries_per_page
+from workers.models.deepseek_v41.linear import Linear, RMSNorm, batched_product
+from workers.models.deepseek_v41.steps.rows import Rows
 
 if TYPE_CHECKING:
     from workers.models.deepseek_v41.attention.rope import Rotation
-    from workers.models.deepseek_v41.attention.rows import Span
     from workers.models.deepseek_v41.cache.pools import ServingCaches
     from workers.models.deepseek_v41.config.model_config import LayerRole, ModelConfig
+    from workers.models.deepseek_v41.steps.rows import Span
 
 _PRODUCT_ELEMENTS: Final = 1 << 26
 """Query-key products that one call may hold."""
@@ -30,8 +30,8 @@ _SCORE_ELEMENTS: Final = 1 << 27
 """Scores that one call may hold."""
 _TILE_PAGES: Final = 64
 """Pages whose keys are scored together."""
-_EXACT_TILE_PAGES: Final = 8
-"""The same in the exact mode, where it is never less."""
+_INVARIANT_TILE_PAGES: Final = 8
+"""The same where results are batch-invariant; there it is never less."""
 
 
 class Indexer(nn.Module):
@@ -58,7 +58,7 @@ class Indexer(nn.Module):
 
 
 @dataclass
-class Choice:
+class TopKSelection:
     """What an index source hands down to the layers after it."""
 
     address: Tensor
@@ -69,7 +69,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class IndexQuery:
-    """The rows' side of a choice."""
+    """The rows' side of a selection."""
 
     queries: Tensor
     """[T,H,Di], rounded as the keys are."""
@@ -85,8 +85,8 @@ class _Part(NamedTuple):
     spans: tuple[Span, ...]
 
 
-class EntryChooser:
-    """Chooses entries for one step; shared by all index sources of a group of rows."""
+class TopKSelector:
+    """Selects the top-k entries of every row of a step; shared by all index sources of a group of rows."""
 
     def __init__(
         self, config: ModelConfig, caches: ServingCaches, rows: Rows, block_tables: Tensor
@@ -95,21 +95,23 @@ class EntryChooser:
         self._caches = caches
         self._rows = rows
         self._block_tables = block_tables
-        self._exact = rows.tiles is not None
+        self._batch_invariant = rows.tiles is not None
 
-    def choose(self, role: LayerRole, query: IndexQuery, filtered_by: Tensor | None) -> Choice:
+    def select(
+        self, role: LayerRole, query: IndexQuery, filtered_by: Tensor | None
+    ) -> TopKSelection:
         """The entries for every row.
 
         Args:
             role: of the index source.
             query: of all rows.
-            filtered_by: `Choice.candidates` of the candidate source, for sources that follow it.
+            filtered_by: `TopKSelection.candidates` of the candidate source, for sources that follow it.
         """
         assert role.kv_source is not None
         config, rows, ratio = self._config, self._rows, role.ratio
         visible = (rows.positions + 1) // ratio
         most = max((span.end // ratio for span in rows.spans if span.rows), default=0)
-        width = config.index_topk if self._exact else min(config.index_topk, most)
+        width = config.index_topk if self._batch_invariant else min(config.index_topk, most)
         number = torch.arange(width, device=visible.device)
         chosen = torch.where(number < visible[:, None], number, -1)
         blocks = 0
@@ -132,7 +134,7 @@ class EntryChooser:
                 scores.masked_fill_(~allowed, -torch.inf)
             picked = _numbers(largest(scores, config.index_topk), config.index_topk)
             chosen[part.rows] = functional.pad(picked, (0, width), value=-1)[:, :width]
-        return Choice(self._addresses(role.kv_source, ratio, chosen), candidates)
+        return TopKSelection(self._addresses(role.kv_source, ratio, chosen), candidates)
 
     def _parts(self, ratio: int) -> list[_Part]:
         """Rows to score together, `_SCORE_ELEMENTS` at most.
@@ -143,7 +145,7 @@ class EntryChooser:
         spans = self._rows.spans
         most = max((span.end // ratio for span in spans), default=0)
         limit = max(1, _SCORE_ELEMENTS // max(1, most))
-        if not self._exact and all(span.rows == 1 for span in spans):
+        if not self._batch_invariant and all(span.rows == 1 for span in spans):
             return [
                 _Part(slice(i, i + len(some)), i, some)
                 for i in range(0, len(spans) if most > top else 0, limit)
@@ -164,8 +166,8 @@ class EntryChooser:
         pages = -(-max(span.end // role.ratio for span in part.spans) // per_page)
         count = len(part.spans)
         tables = self._block_tables[part.first_span : part.first_span + count, :pages]
-        if self._exact:
-            return self._exact_scores(role.kv_source, queries, weights, tables, part)
+        if self._batch_invariant:
+            return self._invariant_scores(role.kv_source, queries, weights, tables, part)
         by_sequence = (count, len(queries) // count)
         limit = max(1, _PRODUCT_ELEMENTS // (queries.shape[1] * _TILE_PAGES * per_page))
         scores = [
@@ -179,19 +181,19 @@ class EntryChooser:
         ]
         return torch.cat(scores, dim=1)
 
-    def _exact_scores(
+    def _invariant_scores(
         self, source: int, queries: Tensor, weights: Tensor, tables: Tensor, part: _Part
     ) -> Tensor:
         """The same in products of one shape: a tile of rows with a tile of pages."""
         (span,) = part.spans
         first = span.start + part.rows.start - span.first_row
         tiles = position_tiles([(first, len(queries))])
-        padded = functional.pad(tables, (0, -tables.shape[1] % _EXACT_TILE_PAGES))
+        padded = functional.pad(tables, (0, -tables.shape[1] % _INVARIANT_TILE_PAGES))
 
         def score(q: Tensor, w: Tensor) -> tuple[Tensor, ...]:
             tile_scores = [
                 score_tile(q[None], w[None], self._caches.index_keys(source, pages), TILE_ROWS)[0]
-                for pages in torch.split(padded, _EXACT_TILE_PAGES, dim=1)
+                for pages in torch.split(padded, _INVARIANT_TILE_PAGES, dim=1)
             ]
             return (torch.cat(tile_scores, dim=1),)
 
@@ -244,7 +246,7 @@ def score_tile(queries: Tensor, weights: Tensor, keys: Tensor, limit: int) -> Te
 def largest(scores: Tensor, count: int) -> Tensor:
     """Mask of the `count` largest scores of each row; of equal ones the first, -inf never.
 
-    The choice depends on the row's scores alone, not on how many columns of -inf follow.
+    The mask depends on the row's scores alone, not on how many columns of -inf follow.
     """
     possible = scores > -torch.inf
     if scores.shape[1] <= count:

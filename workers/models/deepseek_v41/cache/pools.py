@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from workers.models.deepseek_v41.cache.row_layout import entries_per_page
 from workers.models.deepseek_v41.cache.vector_formats import serving_formats
+from workers.models.deepseek_v41.layout.row_layout import entries_per_page
 
 if TYPE_CHECKING:
-    from workers.models.deepseek_v41.attention.entries import Entries
-    from workers.models.deepseek_v41.attention.rows import Rows
-    from workers.models.deepseek_v41.cache.row_layout import ServingLayout
     from workers.models.deepseek_v41.config.model_config import ModelConfig
+    from workers.models.deepseek_v41.layout.row_layout import ServingLayout
+    from workers.models.deepseek_v41.steps.entries import CompressedEntries
+    from workers.models.deepseek_v41.steps.rows import Rows
 
 
 class ServingCaches:
@@ -93,7 +93,9 @@ class ServingCaches:
         rows = self.pages[:, offset : offset + size][pages]
         return formats.decode_page(rows, entries).flatten(1, 2)
 
-    def write_entries(self, source: int, entries: Entries, main: Tensor, keys: Tensor) -> None:
+    def write_entries(
+        self, source: int, entries: CompressedEntries, main: Tensor, keys: Tensor
+    ) -> None:
         """Store main KV [G,D] and index keys [G,Di] of the entries that a step completes."""
         at = (entries.page, entries.place)
         self._main(source)[at] = self.formats.main.encode(main)

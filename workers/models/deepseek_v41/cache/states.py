@@ -12,11 +12,37 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from workers.models.cache_layout import PAGE_TOKENS
+from hicache.errors import HostPoolError
+from workers.contract import PAGE_TOKENS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hicache.copies.rows import RowArray
     from workers.models.deepseek_v41.cache.pools import ServingCaches
-    from workers.models.deepseek_v41.cache.row_layout import ServingLayout
+    from workers.models.deepseek_v41.layout.row_layout import ServingLayout
+
+
+class SlotStates:
+    """`StateCodec` of one engine: reads what all launched steps wrote."""
+
+    def __init__(self, caches: ServingCaches, length_of: Callable[[int], int]) -> None:
+        """`length_of`: tokens of the sequence in a slot that have been computed."""
+        self._caches = caches
+        self._length_of = length_of
+
+    @torch.inference_mode()
+    def store_state(self, slot: int, position: int, host_state: RowArray) -> None:
+        try:
+            stored = cut_state(self._caches, slot, position, self._length_of(slot))
+        except torch.OutOfMemoryError as error:
+            raise HostPoolError(f"a state cannot be cut out: {error}") from error
+        torch.from_numpy(host_state).copy_(stored, non_blocking=True)
+
+    @torch.inference_mode()
+    def load_state(self, slot: int, position: int, host_state: RowArray) -> None:
+        stored = torch.from_numpy(host_state).to(self._caches.states.device, non_blocking=True)
+        load_state(self._caches, slot, stored, position)
 
 
 def cut_state(caches: ServingCaches, slot: int, position: int, length: int) -> Tensor:

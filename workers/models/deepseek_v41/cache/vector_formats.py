@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from workers.models.deepseek_v41.cache.cache_formats import GLOBAL_KV, INDEX_KEY, WINDOW_KV
+from workers.models.deepseek_v41.layout.cache_formats import GLOBAL_KV, INDEX_KEY, WINDOW_KV
 
 if TYPE_CHECKING:
-    from workers.models.deepseek_v41.cache.cache_formats import RecordFormat
-    from workers.models.deepseek_v41.cache.row_layout import KVFormat
     from workers.models.deepseek_v41.config.model_config import ModelConfig
+    from workers.models.deepseek_v41.layout.cache_formats import RecordFormat
+    from workers.models.deepseek_v41.layout.row_layout import KVFormat
 
 
 class VectorFormat(Protocol):
@@ -110,7 +110,6 @@ class CompactVectors:
 def serving_formats(
     config: ModelConfig, kv_format: KVFormat, compute: torch.dtype
 ) -> ServingFormats:
-    """The formats of all caches, decoding to the compute type."""
     head, index = config.head_dim, config.index_head_dim
     if kv_format == "compact":
         return ServingFormats(

@@ -17,7 +17,7 @@ from workers.models.deepseek_v41.engram.hashing import BORDER
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from workers.contract import TokenArray
+    from transport.framing import TokenArray
     from workers.models.deepseek_v41.engram.hashing import EngramHash
     from workers.models.deepseek_v41.engram.table import EngramTable
     from workers.models.deepseek_v41.engram.warmup import EngramWarmup
@@ -35,7 +35,7 @@ class EngramLookup:
         device: torch.device,
         warmup: EngramWarmup | None = None,
     ) -> None:
-        """`warmup` reads the tables meanwhile; None: nobody does. Both are closed with this object."""
+        """`warmup` reads the tables meanwhile; None: nobody does."""
         self._warmup = warmup
         self._hash = hashing
         self._tables = tables
@@ -92,12 +92,6 @@ class EngramLookup:
         self._hint(rows)
         return self._embeddings(rows)
 
-    def close(self) -> None:
-        if self._warmup is not None:
-            self._warmup.close()
-        for table in self._tables.values():
-            table.close()
-
     def _compressed(self, tokens: TokenArray) -> Tensor:
         return self._hash.compressed_ids(torch.from_numpy(tokens.copy()))
 
@@ -127,7 +121,6 @@ class EngramLookup:
         return self._warmup is not None and self._warmup.complete
 
     def _embeddings(self, row_ids: Tensor) -> dict[int, Tensor]:
-        """By layer, of row ids [T,layers,rows]."""
         return {
             layer: table.lookup(row_ids[:, i], self._dtype, self._device)
             for i, (layer, table) in enumerate(self._tables.items())

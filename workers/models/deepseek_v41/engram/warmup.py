@@ -14,12 +14,12 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final
 
-from workers.engine.host_memory import available_host_memory
+from workers.hardware.host_memory import available_host_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from workers.models.deepseek_v41.weights.safetensors_header import StoredTensor
+    from workers.models.safetensors_header import StoredTensor
 
 _READ_BYTES: Final = 16 * 1024 * 1024
 _LOG_SECONDS: Final = 30.0
@@ -55,14 +55,12 @@ class EngramWarmup:
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the end; False: it still reads."""
         if self._thread is not None:
             self._thread.join(seconds)
             return not self._thread.is_alive()
         return True
 
     def close(self) -> None:
-        """Stop reading. Idempotent."""
         self._cancelled.set()
         if self._thread is not None:
             self._thread.join()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from workers.models.deepseek_v41.model.linear import float32_parameter, inverse_rms
+from workers.models.deepseek_v41.linear import float32_parameter, inverse_rms
 
 if TYPE_CHECKING:
     from workers.models.deepseek_v41.config.model_config import ModelConfig

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from workers.models.deepseek_v41.weights.formats import FP4_GROUP, scale_values, unpack_fp4
+from workers.models.deepseek_v41.weights.formats import scale_values, unpack_fp4
+from workers.models.deepseek_v41.weights.tensor_table import FP4_GROUP
 
 if TYPE_CHECKING:
     from workers.models.deepseek_v41.config.model_config import ModelConfig

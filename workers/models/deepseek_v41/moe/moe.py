@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from workers.models.deepseek_v41.model.linear import Linear, batched_product, float32_parameter
+from workers.models.deepseek_v41.linear import Linear, batched_product, float32_parameter
 
 if TYPE_CHECKING:
     from workers.models.deepseek_v41.config.model_config import ModelConfig
@@ -60,7 +60,6 @@ class SharedExpert(nn.Module):
         self.w2 = Linear(config.moe_intermediate_size, config.hidden_size, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T,D] -> [T,D]."""
         y: Tensor = self.w2(swiglu(self.w1(x), self.w3(x), self.limit))
         return y
 

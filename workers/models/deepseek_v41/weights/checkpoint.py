@@ -12,7 +12,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from workers.contract import ModelLoadError
-from workers.models.deepseek_v41.weights.safetensors_header import StoredTensor, read_header
 from workers.models.deepseek_v41.weights.tensor_table import (
     BYTE_DTYPES,
     EXPERT_NAME,
@@ -23,6 +22,7 @@ from workers.models.deepseek_v41.weights.tensor_table import (
     scale_name,
     stored_shape,
 )
+from workers.models.safetensors_header import StoredTensor, read_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -77,11 +77,6 @@ class Checkpoint:
     def shards(
         self, wanted: Callable[[str], bool] | None = None, progress: Progress | None = None
     ) -> Iterator[NamedTensors]:
-        """See `WeightSource`. One group a file, in the order of its bytes.
-
-        Raises:
-            ModelLoadError: while reading, when a file fails.
-        """
         by_file: dict[Path, list[tuple[str, StoredTensor]]] = {}
         for name, stored in self.tensors.items():
             if wanted is None or wanted(name):
@@ -98,11 +93,6 @@ class Checkpoint:
         return self.tensors[name].dtype in BYTE_DTYPES
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, as stored; a view of the mapped file.
-
-        Raises:
-            ModelLoadError: the file cannot be read.
-        """
         stored = self.tensors[name]
         try:
             handle = self._handle(stored.file)
@@ -114,7 +104,6 @@ class Checkpoint:
         return tensor.view(torch.uint8) if stored.dtype in BYTE_DTYPES else tensor
 
     def close(self) -> None:
-        """Let go of the files; tensors that are still views keep theirs."""
         self._open.clear()
 
     def _read_all(self, group: list[tuple[str, StoredTensor]], meter: _Meter) -> NamedTensors:

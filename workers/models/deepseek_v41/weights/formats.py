@@ -6,14 +6,9 @@ times its scale is exact in float32 for all of them.
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 
-FP4_GROUP: Final = 32
-"""Input channels of an FP4 expert that share a scale."""
-ROW_GROUP: Final = 32
-"""Channels of an Engram row that share a scale."""
+from workers.models.deepseek_v41.weights.tensor_table import FP4_GROUP, ROW_GROUP
 
 
 def dequantize(
@@ -79,12 +74,10 @@ def scale_values(scale: torch.Tensor) -> torch.Tensor:
 
 
 def as_e4m3(data: torch.Tensor) -> torch.Tensor:
-    """`data`, e4m3 or its bytes, as `float8_e4m3fn`; shares memory."""
     return data.view(torch.float8_e4m3fn)
 
 
 def in_groups(x: torch.Tensor, size: int) -> torch.Tensor:
-    """`[..., n * size]` as `[..., n, size]`."""
     return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
 

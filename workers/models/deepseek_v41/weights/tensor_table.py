@@ -1,12 +1,13 @@
-"""Which tensors a DeepSeek-V4.1 checkpoint holds: released names, shapes, and how each may be stored."""
+"""Which tensors a DeepSeek-V4.1 checkpoint holds: released names, shapes, and how each may be stored.
+
+No torch here: the daemon asks which tensors will take memory.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
-
-from workers.models.deepseek_v41.weights.formats import FP4_GROUP, ROW_GROUP
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -23,6 +24,10 @@ FLOAT_DTYPES: Final = frozenset({"F32", "F16", "BF16"})
 FP8_DTYPE: Final = "F8_E4M3"
 BYTE_DTYPES: Final = frozenset({"I8", "U8"})
 SCALE_DTYPES: Final = frozenset({"F8_E8M0", "U8"})
+FP4_GROUP: Final = 32
+"""Input channels of an FP4 expert that share a scale."""
+ROW_GROUP: Final = 32
+"""Channels of an Engram row that share a scale."""
 
 EXPERT_NAME: Final = re.compile(r"(?P<module>.+\.experts)\.(?P<id>\d+)\.(?P<matrix>w[123])\.weight")
 """Name of a routed expert's matrix."""
@@ -49,12 +54,10 @@ class StoredShape:
 
 
 def scale_name(name: str) -> str:
-    """`a.weight` has its scale in `a.scale`."""
     return name.removesuffix("weight") + "scale"
 
 
 def is_engram_table(name: str) -> bool:
-    """Whether `name` is an Engram table or its scale: huge, and meant for the host's memory."""
     return ".engram.embed." in name
 
 

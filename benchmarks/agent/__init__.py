@@ -1,0 +1,1 @@
+"""Conversations of agents, replayed with and without the prefix cache."""

@@ -1,0 +1,1 @@
+"""Processes of a loaded instance are killed and frozen."""

@@ -1,0 +1,1 @@
+"""Clients that send requests and judge or time the answers."""

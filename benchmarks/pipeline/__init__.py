@@ -1,0 +1,1 @@
+"""What the way of a request costs beside the engine."""

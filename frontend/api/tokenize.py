@@ -1,0 +1,90 @@
+"""`/tokenize` and `/detokenize`."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from frontend.api.openai_conversation import ConversationBody, Messages
+from frontend.api.routes_generate import receive_body
+from frontend.api.sampling import TokenId, check_ids, check_model
+from frontend.errors import bad_request
+from frontend.generation.request import ModelLimits, Prompt, chat_prompt, text_prompt
+from frontend.http.call import call_of
+from frontend.http.json_body import decode_body
+from frontend.http.reply import send_bytes
+from frontend.services import Services
+from transport.ids import RequestId
+
+
+class TokenizeBody(ConversationBody, frozen=True, kw_only=True):
+    """A chat's body, or a text in place of the messages. What concerns the answer is checked and has no
+    effect."""
+
+    messages: Messages | None = None
+    prompt: str | None = None
+    content: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True):
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+_TOKENIZE = msgspec.json.Decoder(TokenizeBody)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
+
+
+def read_tokenize(body: bytes, limits: ModelLimits) -> Prompt:
+    """What to encode: `prompt` or `content` (a string), or `messages` (a conversation).
+
+    Raises:
+        ApiError: 400 or 404, naming the field.
+    """
+    asked = decode_body(body, _TOKENIZE)
+    check_model(asked.model, limits)
+    texts = [text for text in (asked.prompt, asked.content) if text is not None]
+    if len(texts) + (asked.messages is not None) != 1:
+        raise bad_request("Give one of prompt, content and messages.", "prompt")
+    if asked.messages is not None:
+        return chat_prompt(asked.conversation(asked.messages))
+    return text_prompt(texts[0], asked.add_special_tokens is not False)
+
+
+def read_detokenize(body: bytes, limits: ModelLimits) -> list[int]:
+    """The ids to decode.
+
+    Raises:
+        ApiError: 400 or 404, naming the field.
+    """
+    asked = decode_body(body, _DETOKENIZE)
+    check_model(asked.model, limits)
+    check_ids(asked.tokens, "tokens", limits)
+    return asked.tokens
+
+
+class Tokenize:
+    """`POST /tokenize`: a text or a conversation as token ids."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body, limits = await receive_body(scope, receive, self._services)
+        prompt = read_tokenize(body, limits)
+        ids = await self._services.router.encode(RequestId(call_of(scope).id), prompt)
+        answer = {"tokens": ids, "count": len(ids), "max_model_len": limits.max_model_len}
+        await send_bytes(send, 200, msgspec.json.encode(answer))
+
+
+class Detokenize:
+    """`POST /detokenize`: token ids as text."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body, limits = await receive_body(scope, receive, self._services)
+        text = self._services.texts.decode(read_detokenize(body, limits))
+        await send_bytes(send, 200, msgspec.json.encode({"prompt": text, "content": text}))

@@ -1,0 +1,269 @@
+"""The HTTP server. It is uvicorn with what uvicorn lacks, and nothing outside of this file knows that.
+
+* The head of a request is bounded in size and in time.
+* What cannot be parsed is answered with an error object and a request id, reported, and the
+  connection is closed so that the answer is not lost to a reset.
+* An HTTP/1.0 client gets no chunk sizes: a stream ends with the connection.
+* A client that goes away is noticed also while further requests wait on its connection.
+* What the kernel buffers for a client that does not read is bounded.
+* The application may cut a connection at once (`ABORT` in the scope's extensions).
+
+uvicorn has no public way to any of these, so `_Connection` overrides private methods of its protocol.
+`tests/frontend/test_uvicorn.py` says which ones, and fails where a new uvicorn changes one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import msgspec
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn._types import ASGI3Application, ASGISendEvent
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+from uvicorn.server import ServerState
+
+from frontend.errors import ApiError
+from frontend.http.call import ABORT, kept_request_id
+
+BACKLOG = 2048
+FLUSH_SECONDS = 5
+"""How long answers that are complete may take to reach their clients when the server stops."""
+LINGER_SECONDS = 2.0
+"""How long a refused client may go on sending before the connection is cut."""
+UNSENT_BYTES = 131_072
+"""Unsent bytes that the kernel takes of a connection. Its own bound is several megabytes: a slow
+reader would be noticed far too late."""
+
+OnRefused = Callable[[int, str, float], None]
+"""Told of a request that was refused by its head, which the application never sees: the status, the
+request id, and the seconds since the head began."""
+
+
+class HttpLimits(msgspec.Struct, frozen=True):
+    """What clients may take of the server."""
+
+    head_bytes: int
+    head_seconds: float
+    """Time within which the head of a request must have arrived."""
+    keep_alive_seconds: int
+
+
+class HttpServer:
+    """Serves an ASGI application on one listening socket."""
+
+    def __init__(self, app: ASGIApp, limits: HttpLimits, on_refused: OnRefused) -> None:
+        # uvicorn would log every request that it cannot parse.
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        self._server = _Server(_Config(app, limits, on_refused))
+
+    @property
+    def connections(self) -> int:
+        return len(self._server.server_state.connections)
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Serve until `stop`; closes the listener."""
+        await self._server.serve(sockets=[listener])
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Config(uvicorn.Config):
+    def __init__(self, app: ASGIApp, limits: HttpLimits, on_refused: OnRefused) -> None:
+        super().__init__(
+            cast("ASGI3Application", app),
+            http=_Connection,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=limits.keep_alive_seconds,
+            timeout_graceful_shutdown=FLUSH_SECONDS,
+        )
+        self.limits = limits
+        self.on_refused = on_refused
+
+
+class _Connection(HttpToolsProtocol):
+    def __init__(
+        self,
+        config: _Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._limits = config.limits
+        self._on_refused = config.on_refused
+        self._head_bytes = 0
+        self._in_head = True
+        self._head_began = 0.0
+        self._head_fault: ApiError | None = None
+        """What is wrong with a head that could be parsed."""
+        self._is_refused = False
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        connection = transport.get_extra_info("socket")
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        # uvicorn starts this only after the first request: a client that never sends one would stay.
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_head_timer()
+        self._unset_keepalive_if_required()
+        self._disconnect_running()  # uvicorn tells only the request that was read last
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_timer is None:
+                self._head_began = self.loop.time()
+                self._head_timer = self.loop.call_later(
+                    self._limits.head_seconds, self._head_too_slow
+                )
+        super().data_received(data)
+        if self._in_head and self._head_bytes > self._limits.head_bytes and not self._is_refused:
+            self._refuse(self._head_too_large())
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._head_bytes = 0
+        self._stop_head_timer()
+        # A head that came in one piece has not been measured before.
+        self._head_fault = self._find_fault()
+        if self._head_fault is not None:
+            raise ValueError(self._head_fault.message)
+        cast("dict[str, Any]", self.scope)["extensions"] = {ABORT: self.transport.abort}
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_head = True  # of the next request, which may already follow
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        if self._head_fault is not None:
+            self._refuse(self._head_fault)
+        elif self._head_bytes > self._limits.head_bytes:
+            self._refuse(self._head_too_large())
+        else:
+            self._refuse(ApiError(400, "This is no valid HTTP/1.1 request."))
+
+    def _find_fault(self) -> ApiError | None:
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self._limits.head_bytes:
+            return self._head_too_large()
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts != 1 and self.parser.get_http_version() == "1.1":
+            return ApiError(400, f"An HTTP/1.1 request has one Host header, this one has {hosts}.")
+        return None
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        if cycle.scope["http_version"] == "1.0":
+            # Each request has a cycle of its own, so only this one's `send` is replaced.
+            cycle.send = _UnframedSender(cycle).send  # type: ignore[method-assign]
+        super()._start_asgi_task(cycle, app)
+
+    def _head_too_slow(self) -> None:
+        self._head_timer = None
+        self._refuse(ApiError(408, "The head of the request did not arrive in time."))
+
+    def _head_too_large(self) -> ApiError:
+        return ApiError(
+            431, f"The head of the request is larger than {self._limits.head_bytes} bytes."
+        )
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer, read no further request, and close a little later: to close while bytes are unread
+        would reset the connection, and the client would never see the answer."""
+        self._is_refused = True
+        self._stop_head_timer()
+        running = self._disconnect_running()
+        if self.transport.is_closing():
+            return
+        if running is not None and running.response_started:
+            self.transport.close()
+            return
+        body = error.body()
+        request_id = self._request_id()
+        self.transport.write(
+            STATUS_LINE[error.status]
+            + b"content-type: application/json\r\nconnection: close\r\n"
+            + b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (request_id.encode(), len(body))
+            + body
+        )
+        self._on_refused(error.status, request_id, self.loop.time() - self._head_began)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+    def _disconnect_running(self) -> RequestResponseCycle | None:
+        running = self._running
+        if running is None or running.response_complete:
+            return None
+        running.disconnected = True
+        running.message_event.set()
+        return running
+
+    def _request_id(self) -> str:
+        given = dict(self.headers or ()).get(b"x-request-id", b"")
+        return kept_request_id(given) or uuid.uuid4().hex
+
+
+class _UnframedSender:
+    """Makes the answer for an HTTP/1.0 client end with the connection where its length is unknown."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._send = cycle.send
+        self._is_unframed = False
+
+    async def send(self, message: ASGISendEvent) -> None:
+        if message["type"] == "http.response.start":
+            names = [name.lower() for name, _ in message.get("headers", [])]
+            self._is_unframed = b"content-length" not in names
+            if self._is_unframed:
+                self._cycle.chunked_encoding = False
+        elif message["type"] == "http.response.body" and self._is_unframed:
+            self._cycle.expected_content_length = len(message.get("body", b""))
+        await self._send(message)

@@ -1,1 +1,0 @@
-"""From JSON objects to checked requests; every refusal names the field."""

@@ -1,0 +1,80 @@
+"""A step as a model gets it: the host's view of its rows, and the device's.
+
+A step is a flattened batch without padding: T rows (tokens) of B sequences, the rows of one sequence
+consecutive. R of its rows have logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from workers.contract import StepPlan
+
+IntArray = npt.NDArray[np.int32]
+
+
+class StepUpload(Protocol):
+    """Takes what the host knows of a step to the device, all of it in one copy."""
+
+    def put(self, array: IntArray) -> Tensor:
+        """Where the array will be on the device: int32, of one dimension. Its content is there once the
+        step's upload is sent, until the next step's."""
+        ...
+
+
+class Segment(NamedTuple):
+    """The rows of one sequence: tokens at positions start .. start+rows-1."""
+
+    slot: int
+    first_row: int
+    start: int
+    rows: int
+    """How many."""
+    replay_from: int = 0
+    """First position that decoder layers run on, for models with bounded replay."""
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + self.rows
+
+
+class LogitRow(NamedTuple):
+    """A row whose logits are wanted."""
+
+    segment: int
+    """Index into `Batch.segments`."""
+    position: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the host knows of a step that is not empty."""
+
+    plan: StepPlan
+    segments: tuple[Segment, ...]
+    logit_rows: tuple[LogitRow, ...]
+    """Ascending by segment, then by position."""
+
+
+@dataclass(frozen=True)
+class BatchTensors:
+    """The same step on the device."""
+
+    token_ids: Tensor
+    """int64 [T]."""
+    positions: Tensor
+    """int64 [T]."""
+    row_slots: Tensor
+    """int64 [T]: the slot of each row's sequence."""
+    slots: Tensor
+    """int64 [B]: the slot of each sequence."""
+    logit_rows: Tensor
+    """int64 [R]."""
+    block_table: Tensor
+    """int32 [max_num_seqs, max_pages]: of all slots, with the pages of this step."""

@@ -1,0 +1,198 @@
+"""What an engine keeps of each slot on the device between steps, and how a plan becomes a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.attention.batch import Batch, BatchTensors, LogitRow, Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from workers.attention.batch import StepUpload
+    from workers.contract import PromptChunk, StepPlan
+
+
+class PromptRows(NamedTuple):
+    """Of a prompt step: token and position of each row, and the length of each sequence after it."""
+
+    token_ids: Tensor
+    positions: Tensor
+    ends: Tensor
+
+
+class SlotRows(NamedTuple):
+    """Last token and length of slots."""
+
+    slots: Tensor
+    tokens: Tensor
+    lengths: Tensor
+
+
+class NewPages(NamedTuple):
+    """Slot, block index and page of each block table that grew."""
+
+    slots: Tensor
+    blocks: Tensor
+    pages: Tensor
+
+
+@dataclass(frozen=True)
+class TableUpdate:
+    """What the host sends of a step. Tensors are int32 views of the step's upload."""
+
+    batch: Batch
+    slots: Tensor
+    row_slots: Tensor
+    logit_rows: Tensor
+    block_tables: tuple[tuple[int, Tensor], ...]
+    """By slot: the block tables that are replaced."""
+    prompts: PromptRows | None = None
+    """None: a decode step, whose tokens and positions are on the device already."""
+    arrivals: SlotRows | None = None
+    new_pages: NewPages | None = None
+
+
+class SlotTables:
+    """Block table, length and last token of every slot."""
+
+    def __init__(self, max_num_seqs: int, max_pages: int, device: torch.device) -> None:
+        self.block_table = torch.zeros(max_num_seqs, max_pages, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        """Tokens of the slot's sequence whose KV is in the pool."""
+        self.last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+
+    def prepare(
+        self, plan: StepPlan, upload: StepUpload, *, every_row: bool = False
+    ) -> TableUpdate:
+        """The host's part of a step that is not empty.
+
+        Args:
+            plan: the step.
+            upload: where to put what the device must know.
+            every_row: ask for the logits of all rows from `replay_from` on, not only of the sampled ones.
+        """
+        if plan.is_prompt:
+            return self._prepare_prompts(plan, upload, every_row)
+        return self._prepare_decodes(plan, upload)
+
+    def _prepare_prompts(self, plan: StepPlan, upload: StepUpload, every_row: bool) -> TableUpdate:
+        chunks = plan.prompts
+        segments, row = [], 0
+        for chunk in chunks:
+            count = len(chunk.tokens)
+            segments.append(Segment(chunk.slot, row, chunk.start, count, chunk.replay_from))
+            row += count
+        if every_row:
+            logit_rows = [
+                LogitRow(i, position)
+                for i, s in enumerate(segments)
+                for position in range(max(s.start, s.replay_from), s.end)
+            ]
+        else:
+            logit_rows = [
+                LogitRow(i, s.end - 1)
+                for i, (chunk, s) in enumerate(zip(chunks, segments, strict=True))
+                if chunk.sample
+            ]
+        batch = Batch(plan, tuple(segments), tuple(logit_rows))
+        counts = [s.rows for s in segments]
+        slots = _words(s.slot for s in segments)
+        return TableUpdate(
+            batch=batch,
+            slots=upload.put(slots),
+            row_slots=upload.put(np.repeat(slots, counts)),
+            logit_rows=_put_logit_rows(batch, upload),
+            prompts=PromptRows(
+                token_ids=upload.put(
+                    np.concatenate([np.asarray(c.tokens, np.int32) for c in chunks])
+                ),
+                positions=upload.put(
+                    np.concatenate([np.arange(s.start, s.end, dtype=np.int32) for s in segments])
+                ),
+                ends=upload.put(_words(s.end for s in segments)),
+            ),
+            block_tables=_put_block_tables(chunks, upload),
+        )
+
+    def _prepare_decodes(self, plan: StepPlan, upload: StepUpload) -> TableUpdate:
+        segments = tuple(
+            Segment(row.slot, i, row.position, 1) for i, row in enumerate(plan.decodes)
+        )
+        logit_rows = tuple(LogitRow(i, s.start) for i, s in enumerate(segments))
+        batch = Batch(plan, segments, logit_rows)
+        slots = upload.put(_words(s.slot for s in segments))
+        rows = _put_logit_rows(batch, upload)
+        # Last, as their sizes vary from step to step.
+        arrivals = new_pages = None
+        if plan.arrivals:
+            arrivals = SlotRows(
+                slots=upload.put(_words(c.slot for c in plan.arrivals)),
+                tokens=upload.put(_words(int(c.tokens[0]) for c in plan.arrivals)),
+                lengths=upload.put(_words(c.start for c in plan.arrivals)),
+            )
+        if plan.new_pages:
+            grown = np.array(plan.new_pages, np.int32)
+            new_pages = NewPages(*(upload.put(column) for column in grown.T))
+        return TableUpdate(
+            batch=batch,
+            slots=slots,
+            row_slots=slots,
+            logit_rows=rows,
+            block_tables=_put_block_tables(plan.arrivals, upload),
+            arrivals=arrivals,
+            new_pages=new_pages,
+        )
+
+    def apply(self, update: TableUpdate) -> BatchTensors:
+        """The device's part, once the upload is sent: bring the tables up to date."""
+        for slot, table in update.block_tables:
+            self.block_table[slot, : len(table)] = table
+        if update.arrivals is not None:
+            arrived = update.arrivals.slots.long()
+            self.last_token[arrived] = update.arrivals.tokens.long()
+            self.lengths[arrived] = update.arrivals.lengths.long()
+        if update.new_pages is not None:
+            grown = update.new_pages
+            self.block_table[grown.slots.long(), grown.blocks.long()] = grown.pages
+        slots = update.slots.long()
+        if update.prompts is not None:
+            token_ids, positions = update.prompts.token_ids.long(), update.prompts.positions.long()
+            row_slots = update.row_slots.long()
+            self.lengths[slots] = update.prompts.ends.long()
+        else:
+            token_ids, positions, row_slots = self.last_token[slots], self.lengths[slots], slots
+            self.lengths[slots] = positions + 1
+        return BatchTensors(
+            token_ids=token_ids,
+            positions=positions,
+            row_slots=row_slots,
+            slots=slots,
+            logit_rows=update.logit_rows.long(),
+            block_table=self.block_table,
+        )
+
+
+def _put_block_tables(
+    chunks: tuple[PromptChunk, ...], upload: StepUpload
+) -> tuple[tuple[int, Tensor], ...]:
+    return tuple((c.slot, upload.put(np.asarray(c.pages, np.int32))) for c in chunks)
+
+
+def _put_logit_rows(batch: Batch, upload: StepUpload) -> Tensor:
+    segments = batch.segments
+    return upload.put(
+        _words(
+            segments[row.segment].first_row + row.position - segments[row.segment].start
+            for row in batch.logit_rows
+        )
+    )
+
+
+def _words(numbers: Iterable[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.fromiter(numbers, np.int32)

@@ -1,0 +1,1 @@
+"""The machine that a worker computes on: its device and its memory."""

@@ -1,0 +1,1 @@
+"""How pages, states and records are laid out."""

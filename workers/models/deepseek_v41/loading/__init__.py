@@ -1,0 +1,1 @@
+"""Loading: configuration, weights onto the device, Engram tables."""

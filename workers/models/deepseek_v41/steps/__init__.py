@@ -1,0 +1,1 @@
+"""A step: from a batch to the rows and entries that the layers work on."""

@@ -55,7 +55,6 @@ class Attention(nn.Module):
         return rotation.apply_(queries), low_rank
 
     def window_kv(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """This layer's own window KV [T,D]."""
         return rotation.apply_(self.kv_norm(self.wkv(x)))
 
     def output(self, heads: Tensor, rotation: Rotation) -> Tensor:

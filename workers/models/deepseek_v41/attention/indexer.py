@@ -184,7 +184,6 @@ class TopKSelector:
     def _invariant_scores(
         self, source: int, queries: Tensor, weights: Tensor, tables: Tensor, part: _Part
     ) -> Tensor:
-        """The same in products of one shape: a tile of rows with a tile of pages."""
         (span,) = part.spans
         first = span.start + part.rows.start - span.first_row
         tiles = position_tiles([(first, len(queries))])

@@ -52,7 +52,6 @@ class ServingCaches:
     # ---- windows ----------------------------------------------------------------------------------
 
     def window_ring(self, layer: int) -> Tensor:
-        """uint8 [num_slots, ring, record] of a layer."""
         layout = self.layout
         ring = layout.encoder_ring if layer < self._first_decoder else layout.decoder_ring
         return _view(self.states, layout.window_offsets[layer], (ring, layout.records.window))
@@ -123,5 +122,4 @@ class ServingCaches:
 
 
 def _view(pool: Tensor, offset: int, shape: tuple[int, ...]) -> Tensor:
-    """View [rows, *shape] of the bytes from `offset` on in every row."""
     return torch.unflatten(pool[:, offset : offset + prod(shape)], 1, shape)

@@ -58,11 +58,6 @@ class EngramTable(Protocol):
 
 
 def open_engram_table(checkpoint: Checkpoint, layer: int) -> MappedEngramTable:
-    """Map the table of `layer`. Reads nothing yet.
-
-    Raises:
-        ModelLoadError: its file cannot be mapped.
-    """
     return MappedEngramTable(*stored_tensors(checkpoint, [layer]))
 
 

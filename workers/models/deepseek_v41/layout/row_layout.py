@@ -23,7 +23,8 @@ KVFormat = Literal["float32", "bfloat16", "float16", "compact"]
 """`compact`: FP4 main KV and index keys, FP8 windows, in the formats the model was trained with."""
 
 BACKTRACK_TOKENS: Final = 6
-"""How many of the newest positions may be taken back while a full window stays available."""
+"""Ring entries beyond the window, as in the state rows of the model's released engine: so many of the
+newest positions can be taken back while a full window stays available."""
 
 _TENSOR_ALIGNMENT: Final = 32
 _PAGE_ALIGNMENT: Final = 128

@@ -67,8 +67,6 @@ class Layer(nn.Module):
     def attention_input(
         self, stream: Tensor, pre: Tensor, embeddings: Tensor | None, rows: Rows
     ) -> tuple[Tensor, Tensor]:
-        """The stream after Engram, and what this layer's attention looks at [T,D]."""
-
         def compute(stream: Tensor, pre: Tensor, *engram: Tensor) -> tuple[Tensor, ...]:
             if engram:
                 stream = self.engram(stream, engram[0])
@@ -81,7 +79,6 @@ class Layer(nn.Module):
     def write_entries(
         self, x: Tensor, rows: Rows, step: Step, rope: Rope, caches: ServingCaches
     ) -> None:
-        """Make the entries that this step completes, and store them and the unfinished one."""
         source, entries = self.role.layer, step.entries[self.role.ratio]
         compressor, indexer = self.attn.compressor, self.attn.indexer
         (parts,) = rows.map(lambda x: (compressor.project(x),), x)

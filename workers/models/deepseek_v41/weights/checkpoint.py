@@ -239,7 +239,6 @@ def _check(model_dir: Path, found: Mapping[str, StoredTensor], config: ModelConf
 
 
 def _check_experts_alike(found: Mapping[str, StoredTensor]) -> None:
-    """A matrix of all experts of a layer is one stack, so either all are packed FP4 or none is."""
     stacks: dict[tuple[str, str], dict[bool, list[StoredTensor]]] = {}
     for name, stored in found.items():
         expert = EXPERT_NAME.fullmatch(name)

@@ -62,7 +62,6 @@ def is_engram_table(name: str) -> bool:
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, ExpectedTensor]:
-    """Every tensor of the text model by its released name, without scales."""
     width = config.hidden_size
     tensors = {
         "embed.weight": ExpectedTensor((config.vocab_size, width), "plain", "BF16"),

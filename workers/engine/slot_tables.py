@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,16 @@ if TYPE_CHECKING:
 
     from workers.attention.batch import StepUpload
     from workers.contract import StepPlan
+
+
+class Arrival(NamedTuple):
+    """A slot whose sequence was computed elsewhere up to the input of its first decode."""
+
+    slot: int
+    pages: Tensor
+    """Its block table."""
+    length_and_token: Tensor
+    """[2]: tokens whose KV is in the pool, and the one after them."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,8 @@ class TableUpdate:
     ends: Tensor | None = None
     pages: tuple[Tensor, ...] = ()
     """Block tables of the chunks."""
+    arrivals: tuple[Arrival, ...] = ()
+    """Of a decode step."""
     new_pages: tuple[Tensor, Tensor, Tensor] | None = None
     """Of a decode step: slot, block index and page of each block table that grew."""
 
@@ -102,13 +114,22 @@ class SlotTables:
         batch = Batch(plan, segments, logit_rows)
         slots = upload.put(_words(s.slot for s in segments))
         rows = _put_logit_rows(batch, upload)
+        # Last what varies in size from step to step.
+        arrivals = tuple(
+            Arrival(
+                chunk.slot,
+                upload.put(np.asarray(chunk.pages, np.int32)),
+                upload.put(_words((chunk.start, int(chunk.tokens[0])))),
+            )
+            for chunk in plan.arrivals
+        )
         new_pages = None
-        if plan.new_pages:  # last: its size varies from step to step
+        if plan.new_pages:
             grown = np.array(plan.new_pages, np.int32)
             new_pages = (
                 upload.put(grown[:, 0]), upload.put(grown[:, 1]), upload.put(grown[:, 2])
             )  # fmt: skip
-        return TableUpdate(batch, slots, slots, rows, new_pages=new_pages)
+        return TableUpdate(batch, slots, slots, rows, arrivals=arrivals, new_pages=new_pages)
 
     def apply(self, update: TableUpdate) -> BatchTensors:
         """The device's part, once the upload is sent: bring the tables up to date."""
@@ -117,6 +138,9 @@ class SlotTables:
             if update.new_pages is not None:
                 grown_slots, blocks, pages = update.new_pages
                 self.block_table[grown_slots.long(), blocks.long()] = pages
+            for slot, pages, (length, token) in update.arrivals:
+                self.block_table[slot, : len(pages)] = pages
+                self.lengths[slot], self.last_token[slot] = length, token
             token_ids, positions, row_slots = self.last_token[slots], self.lengths[slots], slots
             self.lengths[slots] = positions + 1
         else:

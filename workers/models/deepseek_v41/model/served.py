@@ -57,22 +57,26 @@ class ServedDeepseekV41:
         plan, segments = batch.plan, batch.segments
         for segment in segments:
             self._lengths[segment.slot] = segment.end
+        for chunk in (*plan.prompts, *plan.arrivals):
+            self._replay_from[chunk.slot] = chunk.replay_from
+            if chunk.begin:
+                self._begin(chunk)
         if plan.is_prompt:
-            for chunk in plan.prompts:
-                self._replay_from[chunk.slot] = chunk.replay_from
             embeddings = self._prompt_embeddings(plan.prompts)
         else:
             segments = tuple(s._replace(replay_from=self._replay_from[s.slot]) for s in segments)
             embeddings = self._decode_embeddings([s.slot for s in segments])
         self._inputs = self._builder.prepare(segments, batch.logit_rows, embeddings, upload)
 
+    def _begin(self, chunk: PromptChunk) -> None:
+        known = chunk.tokens if chunk.history is None else chunk.history
+        self._collected[chunk.slot] = known[-1]
+        if self.engram is not None:
+            self.engram.begin(chunk.slot, np.asarray(known, np.int32), chunk.start)
+
     def _prompt_embeddings(self, chunks: tuple[PromptChunk, ...]) -> Mapping[int, Tensor]:
         if self.engram is None:
             return {}
-        for chunk in chunks:
-            if chunk.begin:
-                known = chunk.tokens if chunk.history is None else chunk.history
-                self.engram.begin(chunk.slot, np.asarray(known, np.int32), chunk.start)
         return self.engram.prompts(
             [(c.slot, c.start, np.asarray(c.tokens, np.int32)) for c in chunks]
         )

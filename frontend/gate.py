@@ -1,81 +1,50 @@
-"""Whether requests may come in, as the daemon and the router tell."""
+"""Lets requests in, or refuses them."""
 
 from __future__ import annotations
 
-import msgspec
+import asyncio
+import contextlib
 
 from frontend.errors import ApiError
 from frontend.generation.request import ModelLimits
-from frontend.links.router_client import RouterClient
 from frontend.metrics import FrontendMetrics
+from frontend.readiness import News, Phase, Readiness
 from frontend.settings import FrontendSettings
-from transport.messages.from_daemon import InstanceState
 
-ADMITTING: frozenset[InstanceState] = frozenset({"ready", "degraded"})
-"""A degraded instance has lost a process that is being started again: what is left of it serves on,
-and what nobody can serve yet waits at the router, within its bounds."""
-
-
-class Readiness(msgspec.Struct, frozen=True):
-    """The answer of `/ready`."""
-
-    ready: bool
-    state: InstanceState
-    reason: str
+INFORMED_SECONDS = 5.0
+"""How long a new frontend leaves connections in the listener's queue until it knows what the router
+serves, where requests may come in. As long as a router may be silent without being replaced."""
 
 
 class Gate:
-    """Admission of generating requests. Used on the loop's thread."""
+    """Used on the loop's thread."""
 
-    def __init__(
-        self, settings: FrontendSettings, router: RouterClient, metrics: FrontendMetrics
-    ) -> None:
+    def __init__(self, settings: FrontendSettings, metrics: FrontendMetrics) -> None:
+        self.readiness = Readiness()
         self._settings = settings
-        self._router = router
         self._metrics = metrics
-        self._state: InstanceState = "starting"
-        self._reason = "the instance is starting"
-        self._is_draining = False
+        self._changed = asyncio.Event()
 
-    def set_state(self, state: InstanceState, reason: str) -> None:
-        self._state, self._reason = state, reason
-
-    def drain(self) -> None:
-        self._is_draining = True
-
-    def readiness(self) -> Readiness:
-        """Whether requests are served now, and if not, why."""
-        if self._is_draining or self._state == "draining":
-            return Readiness(False, "draining", "the server is shutting down")
-        if self._state != "ready":
-            return Readiness(False, self._state, self._reason or f"the instance is {self._state}")
-        if self._router.model is None:
-            return Readiness(False, "starting", "the router has no model yet")
-        return Readiness(True, self._state, "")
-
-    @property
-    def is_waiting_for_router(self) -> bool:
-        """Whether requests would be let in if only the router had told what it serves."""
-        is_let_in = self._state in ADMITTING and not self._is_draining
-        return is_let_in and self._router.model is None
+    def take(self, news: News) -> None:
+        self.readiness = self.readiness.next_state(news)
+        self._changed.set()
 
     def admit(self) -> ModelLimits:
-        """Let a request in; returns what it is checked against.
+        """What a request is checked against.
 
         Raises:
             ApiError: 503 with Retry-After.
         """
-        readiness = self.readiness()
-        model = self._router.model
-        if readiness.state not in ADMITTING or model is None:
-            self._metrics.rejected("draining" if readiness.state == "draining" else "not_ready")
+        settings, model = self._settings, self.readiness.model
+        if self.readiness.phase is not Phase.OPEN or model is None:
+            answer = self.readiness.answer()
+            self._metrics.rejected("draining" if answer.state == "draining" else "not_ready")
             raise ApiError(
                 503,
-                f"The server takes no requests now: {readiness.reason}.",
+                f"The server takes no requests now: {answer.reason}.",
                 code="not_ready",
-                retry_after=self._settings.retry_after_seconds,
+                retry_after=settings.retry_after_seconds,
             )
-        settings = self._settings
         return ModelLimits(
             settings.model_name,
             model.vocab_size,
@@ -83,3 +52,16 @@ class Gate:
             settings.max_choices,
             settings.sampling_defaults,
         )
+
+    async def wait_to_accept(self) -> None:
+        """Wait until it is time to accept connections: one of several frontends that starts late must
+        not answer 503 where the others serve. A daemon that does not say how things are ends this
+        process."""
+        await self._wait_for_end_of(Phase.UNTOLD)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wait_for_end_of(Phase.WAITING), INFORMED_SECONDS)
+
+    async def _wait_for_end_of(self, phase: Phase) -> None:
+        while self.readiness.phase is phase:
+            self._changed.clear()
+            await self._changed.wait()

@@ -22,21 +22,17 @@ from frontend.http.server import HttpLimits, HttpServer
 from frontend.links.daemon_client import DaemonClient
 from frontend.links.router_client import RouterClient
 from frontend.metrics import FrontendMetrics
+from frontend.readiness import News, RouterLost
 from frontend.services import TICK_SECONDS, Services
 from frontend.settings import FrontendSettings
 from frontend.tokenizer.detokenizer import Detokenizer
 from frontend.tokenizer.errors import TokenizerLoadError
 from frontend.tokenizer.load import load_tokenizer
 from transport.links.router_async import AsyncRouterLink
-from transport.messages.control import CacheCommand
-from transport.messages.from_daemon import FRONTEND_NOTICES, FrontendNotice, InstanceStatus
-from transport.messages.to_daemon import Query, StatusHeld
+from transport.messages.from_daemon import FRONTEND_NOTICES, Drain, FrontendNotice
+from transport.messages.to_daemon import StatusHeld
 from transport.messages.to_frontend import TO_FRONTEND, Serving, ToFrontend
 from transport.process import Process, run_process
-
-INFORMED_SECONDS = 5.0
-"""How long a new frontend leaves connections in the listener's queue until it knows what the router
-serves, where requests may come in. As long as a router may be silent without being replaced."""
 
 log = logging.getLogger(__name__)
 
@@ -54,20 +50,13 @@ class Frontend:
         self._stop = process.stop
         self._link = process.daemon
         self._stop_asked = asyncio.Event()
-        self._told = asyncio.Event()
-        """Whether the daemon has said how things are."""
-        self._informed = asyncio.Event()
-        """Whether there is nothing more to wait for before requests are answered."""
-        self._status: InstanceStatus | None = None
-        """The last one, until the daemon has been told that it is acted on."""
         metrics = FrontendMetrics(process.metrics)
         self._line: AsyncRouterLink[ToFrontend] = AsyncRouterLink(
             process.router_socket(TO_FRONTEND), settings.process.hello(), self
         )
         self._router = RouterClient(self._line.send, metrics)
-        self._is_rejoining = False
-        self._gate = Gate(settings, self._router, metrics)
-        self._daemon = DaemonClient(self._on_status, self._gate.drain)
+        self._gate = Gate(settings, metrics)
+        self._daemon = DaemonClient(self._link.post, self._take)
         self._services = Services(
             settings=settings,
             router=self._router,
@@ -75,7 +64,7 @@ class Frontend:
             texts=texts,
             keys=keys,
             metrics=metrics,
-            ask_daemon=self._ask_daemon,
+            ask_daemon=self._daemon.ask,
             started_at=int(time.time()),
         )
         app = FrontendApp(self._services)
@@ -84,23 +73,17 @@ class Frontend:
         )
         self._server = HttpServer(app, limits, app.head_refused)
 
-    async def _ask_daemon(self, question: Query | CacheCommand) -> bytes:
-        return await self._daemon.ask(question, self._link.post)
-
-    def _on_status(self, status: InstanceStatus) -> None:
-        self._gate.set_state(status.state, status.reason)
-        self._status = status
-        self._told.set()
-        self._hold_status()
-
-    def _hold_status(self) -> None:
-        status = self._status
-        if status is None or self._gate.is_waiting_for_router:
-            return
-        self._status = None
-        self._informed.set()
-        if status.serial:
-            self._link.post(StatusHeld(status.serial))
+    def _take(self, news: News) -> None:
+        before = self._gate.readiness
+        self._gate.take(news)
+        now = self._gate.readiness
+        if now.held_serial not in (0, before.held_serial):
+            self._link.post(StatusHeld(now.held_serial))
+        if now.has_lost_router != before.has_lost_router and not self._stop.is_set():
+            if now.has_lost_router:
+                self._link.set_state("loading", "joining the new router")
+            else:
+                self._link.set_state("ready")
 
     # ---- what the router says ----
 
@@ -109,19 +92,14 @@ class Frontend:
 
     def on_router_lost(self) -> None:
         log.warning("lost the router; answering 503 until it is back")
-        if not self._stop.is_set():
-            self._is_rejoining = True
-            self._link.set_state("loading", "joining the new router")
+        self._take(RouterLost())
         self._router.router_lost()
 
     def on_message(self, message: ToFrontend, frames: list[zmq.Frame]) -> None:
-        self._router.handle(message, frames)
-        if not isinstance(message, Serving):
-            return
-        self._hold_status()
-        if self._is_rejoining:
-            self._is_rejoining = False
-            self._link.set_state("ready")
+        if isinstance(message, Serving):
+            self._take(message)
+        else:
+            self._router.handle(message, frames)
 
     async def run(self) -> None:
         """Serve until asked to stop.
@@ -146,18 +124,13 @@ class Frontend:
         finally:
             loop.remove_reader(self._stop.fd)
             self._server.stop()
-            self._told.set()
-            self._informed.set()
+            self._gate.take(Drain())  # nothing is left to wait for
             await server
             ticker.cancel()
             await self._line.close()
 
     async def _serve_http(self) -> None:
-        # One of several frontends that starts late must not answer 503 where the others serve. A daemon
-        # that does not say how things are ends this process.
-        await self._told.wait()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._informed.wait(), INFORMED_SECONDS)
+        await self._gate.wait_to_accept()
         listener = socket.socket(fileno=self._settings.listen_fd)
         await self._server.serve(listener)
 
@@ -168,7 +141,7 @@ class Frontend:
             self._services.tick(self._server.connections)
 
     async def _drain(self) -> None:
-        self._gate.drain()
+        self._gate.take(Drain())
         self._link.set_state("draining")
         if self._services.jobs:
             with contextlib.suppress(TimeoutError):

@@ -22,7 +22,7 @@ class Rates:
 
 
 class Throughput:
-    """Keep the samples of the last seconds."""
+    """The samples of the last seconds."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, WorkDone]] = deque()

@@ -48,7 +48,7 @@ class InspectionClient(InstanceClient):
         )
 
     def ask(self, what: str, timeout: float) -> bytes:
-        """The daemon's answer to a question (see `report_types.QUESTIONS`), within `timeout` s.
+        """The daemon's answer to a question (one of `state_report.QUESTIONS`), within `timeout` s.
 
         Raises:
             DeepInferError: there is no such question, the daemon does not answer in time, or the

@@ -5,17 +5,11 @@ The keys are an interface: they are only ever added. Units are in the names; nul
 
 from __future__ import annotations
 
-from typing import Final
-
 import msgspec
 
 from transport.ids import DpRank
 from transport.messages.cache_report import CacheContent
 from transport.stacks import ThreadStack
-
-QUESTIONS: Final = (
-    "status", "processes", "requests", "queues", "cache", "sockets", "metrics", "state",
-)  # fmt: skip
 
 
 class RequestCounts(msgspec.Struct, frozen=True):

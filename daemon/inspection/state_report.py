@@ -10,7 +10,6 @@ import msgspec
 
 from daemon.inspection.control_server import QueryError
 from daemon.inspection.report_types import (
-    QUESTIONS,
     CacheRow,
     ProcessRow,
     QueueRow,
@@ -165,6 +164,7 @@ _REPORTS: Final[dict[str, Callable[[InstanceView, MetricsExporter], object]]] = 
     "sockets": sockets,
     "state": state,
 }
+QUESTIONS: Final = (*_REPORTS, "metrics")
 
 
 def _snapshots(view: InstanceView, role: str | None = None) -> Iterator[Snapshot]:

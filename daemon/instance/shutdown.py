@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Shutdown:
-    """Take the instance through its stopping phases. No clock in here."""
+    """Takes the instance through its stopping phases. No clock in here."""
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class MetricsExporter:
-    """Keep what dead processes had counted, and renders the exposition."""
+    """Keeps what dead processes had counted, and renders the exposition."""
 
     def __init__(self) -> None:
         self._ended = Totals()

@@ -32,15 +32,10 @@ class CollectedAnswer:
         self._done.set()
 
     def leave(self) -> None:
-        """The client has left: nobody wants the answer."""
         self._done.set()
 
     async def result(self) -> list[CollectedChoice] | None:
-        """The choices, once all are finished; None if the client left before.
-
-        Raises:
-            ApiError: a prompt failed.
-        """
+        """Waits for all choices; None if the client left first. Raises ApiError if a prompt failed."""
         await self._done.wait()
         if self._error is not None:
             raise self._error
@@ -54,7 +49,6 @@ class StreamedAnswer:
         self._open = choices
         self._events = writer.events
         self._writer = writer
-        self._append = buffer.append
         self._buffer = buffer
         self._has_begun = False
         self.early_error: ApiError | None = None
@@ -63,7 +57,7 @@ class StreamedAnswer:
     def write(self, number: int, delta: Delta) -> None:
         data = self._events(number, delta)
         if data:
-            self._append(data)
+            self._buffer.append(data)
         if type(delta) is Finish:
             self._open -= 1
             if not self._open:
@@ -71,7 +65,7 @@ class StreamedAnswer:
                 self._buffer.end()
 
     def fail(self, error: ApiError) -> None:
-        """An error in place of the stream, or its last event."""
+        """The error takes the place of the stream, or is its last event."""
         if self._has_begun or self._buffer.size:
             self._buffer.append(self._writer.failure(error))
         else:
@@ -79,9 +73,5 @@ class StreamedAnswer:
         self._buffer.end()
 
     def begin(self) -> None:
-        """The headers are out: from here on errors are events."""
+        """The headers are out: from now on an error is an event."""
         self._has_begun = True
-
-    def leave(self) -> None:
-        """The client has left: nobody wants the rest."""
-        self._buffer.end()

@@ -137,7 +137,7 @@ class FrontendApp:
 
 
 def _label(path: str) -> str:
-    """A route's path as metrics and log name it: `{model:path}` is a matter of the router."""
+    """The path as metrics and log name it; `{model:path}` concerns the router only."""
     return path.replace(":path}", "}")
 
 

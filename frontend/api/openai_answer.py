@@ -49,8 +49,7 @@ class OpenAIWriter(ABC):
         """What an event holds of a choice; None: the delta has no event."""
 
     @abstractmethod
-    def _whole(self, number: int, choice: CollectedChoice) -> JsonObject:
-        """A choice of the answer in one piece."""
+    def _whole(self, number: int, choice: CollectedChoice) -> JsonObject: ...
 
     def events(self, number: int, delta: Delta) -> bytes:
         fill = self._fills.get(number)

@@ -32,7 +32,7 @@ STREAM_HEADERS = [
 async def receive_body(
     scope: Scope, receive: Receive, services: Services
 ) -> tuple[bytes, ModelLimits]:
-    """The body of a request, once it is clear that requests are taken.
+    """Reads nothing unless requests are let in.
 
     Raises:
         ApiError: 503 (not ready), or what is wrong with the body.
@@ -113,7 +113,7 @@ async def _answer(receive: Receive, send: Send, job: Job, writer: AnswerWriter) 
 
 
 async def _send_events(send: Send, answer: StreamedAnswer, buffer: StreamBuffer) -> None:
-    """Headers go out with the first event, so that an early error is a plain answer."""
+    """The headers go out with the first event, so that an early error is a plain answer."""
     data = await buffer.take()
     if answer.early_error is not None:
         raise answer.early_error

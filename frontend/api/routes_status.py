@@ -28,7 +28,7 @@ class Ready:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        readiness = self._services.gate.readiness()
+        readiness = self._services.gate.readiness.answer()
         headers = []
         if not readiness.ready:
             seconds = self._services.settings.retry_after_seconds
@@ -38,7 +38,7 @@ class Ready:
 
 
 def _describe(services: Services) -> JsonObject:
-    model = services.router.model
+    model = services.gate.readiness.model
     length = None if model is None else model.max_model_len
     return {
         "id": services.settings.model_name,
@@ -102,13 +102,12 @@ class _WorkerReport(msgspec.Struct):
 
 
 class CacheFlush:
-    """`POST /deepinfer/cache/flush`: empty the host prefix cache of every worker."""
+    """`POST /deepinfer/cache/flush`: empties every worker's prefix cache, and tells what each held."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request: what each worker's cache held before."""
         body = await self._services.ask_daemon(CacheCommand("flush", 0))
         reports = msgspec.json.decode(body, type=list[_WorkerReport])
         silent = [f"{report.process}: {report.problem}" for report in reports if report.problem]

@@ -45,9 +45,9 @@ class Choice:
     def push(
         self, ids: list[int], finish: int, logprob: TokenLogprob | None = None
     ) -> Sequence[Delta]:
-        """Take one token, or none where only the end is told; `finish` is the router's code.
+        """Take one token, or none where the router tells only the end; `finish` is the router's code.
 
-        After the end nothing more may be pushed.
+        Must not be called after the end.
         """
         self.completion_tokens += len(ids)
         start = self._text_length

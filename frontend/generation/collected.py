@@ -1,4 +1,4 @@
-"""The deltas of a choice put together again."""
+"""The deltas of a choice, put together again."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ class CollectedChoice:
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """Whole calls, in the order of their beginnings."""
         return [
             ToolCall(index, pieces[0].id, pieces[0].name, "".join(p.arguments for p in pieces))
             for index, pieces in self._calls.items()

@@ -34,10 +34,10 @@ class Reasoning(msgspec.Struct, frozen=True, gc=False):
 
 
 class ToolCall(msgspec.Struct, frozen=True, gc=False):
-    """A call's beginning, which has `id` and `name`, or a further piece of its arguments."""
+    """The beginning of a call, with its `id` and `name`, or a further piece of its arguments."""
 
     index: int
-    """Counts the calls of the choice, from 0."""
+    """Which call of the choice this is, from 0."""
     id: str = ""
     name: str = ""
     arguments: str = ""
@@ -54,10 +54,10 @@ Delta = Text | Reasoning | ToolCall | Finish
 
 
 class DeltaConsumer(Protocol):
-    """Gets all deltas of a job. Choices are numbered as the client sees them."""
+    """Takes all deltas of a job. Choices are numbered as the client sees them."""
 
     def write(self, number: int, delta: Delta, /) -> None: ...
 
     def fail(self, error: ApiError, /) -> None:
-        """The job failed: no delta follows."""
+        """No delta follows."""
         ...

@@ -67,7 +67,6 @@ class Generation:
         return self._open == 0
 
     def on_started(self, cached_tokens: int, prompt_tokens: int) -> None:
-        """The first chunk of a choice ran. The first choice's numbers count."""
         if not self.started:
             self.started = True
             self.cached_tokens, self.prompt_tokens = cached_tokens, prompt_tokens
@@ -80,8 +79,11 @@ class Generation:
         logprobs: list[TokenLogprob] | None,
         now: float,
     ) -> None:
-        """Tokens of one choice came at `now` (CLOCK_MONOTONIC seconds), with the finish code of the
-        last one. `logprobs`, used up here, has an entry a token; None: they were not asked for."""
+        """Take the tokens that one choice got at `now`, in CLOCK_MONOTONIC seconds.
+
+        `finish` is the code of the last token. `logprobs` has an entry for each token, and is used up
+        here; it is None if the request asked for none.
+        """
         choice = self.choices[index]
         if choice.finish_reason is not None or not self._open:
             return
@@ -89,7 +91,7 @@ class Generation:
         self._metrics.saw_tokens(choice.last_at, self._received_at, now, len(ids))
         choice.last_at = now
         number = self._first_number + index
-        # Token by token, so that each has an event of its own. A row without tokens has an end to tell.
+        # Token by token, so that each gets an event of its own. An empty row still tells the end.
         tokens = [ids] if len(ids) < 2 else [[token] for token in ids]
         for token in tokens:
             code = finish if token is tokens[-1] else RUNNING
@@ -104,14 +106,14 @@ class Generation:
                 return
 
     def on_closed(self, stages: StageTimes) -> None:
-        """The router has closed its record. Before the end of all choices this is a failure: the
-        rest would never come."""
+        """The router has closed its record. If a choice has not ended by now, the prompt has failed: the
+        rest will never come."""
         self.stages = stages
         self.closed.set()
         self.fail(ApiError(503, GIVEN_UP))
 
     def fail(self, error: ApiError) -> None:
-        """The prompt failed. Ignored after its end."""
+        """Does nothing after the prompt's end."""
         self.closed.set()
         if self._open:
             self._open = 0
@@ -119,7 +121,7 @@ class Generation:
             self._on_failure(error)
 
     def cancel(self, cause: CancelCause) -> None:
-        """Nobody wants the rest: tell the router, once, if it is still at work."""
+        """Tell the router, once, if it is still at work."""
         if self._open:
             self._open = 0
             self._router.cancel(self.request_id, ALL_CHOICES, cause)

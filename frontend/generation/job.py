@@ -28,13 +28,13 @@ class JobRouter(RouterCommands, Protocol):
     """The part of the router's client that jobs need."""
 
     def submit(self, generation: Generation, message: Submit) -> None:
-        """Hand a prompt in; raises ApiError (503) if the router does not take it."""
+        """Raises ApiError (503) if the router does not take the prompt."""
         ...
 
 
 class Job:
-    """One generating HTTP request. Every job is started once and cancelled at its end (a no-op for
-    what has finished), so that nothing goes on without a client."""
+    """One generating HTTP request. Every job is started once, and cancelled at its end so that nothing
+    goes on without a client; cancelling what has finished does nothing."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Job:
         received_at: float,
         affinity: str = "",
     ) -> None:
-        """`affinity`: the conversation that the client says this is; empty: told by the prompt."""
+        """`affinity` names the client's conversation; if it is empty, the prompt's beginning does."""
         self.request = request
         self.call_id = call_id
         self.cancelled: CancelCause | None = None
@@ -68,22 +68,18 @@ class Job:
 
     @property
     def finish_reasons(self) -> list[FinishReason]:
-        """Of the choices that have one."""
+        """One for each choice that has ended."""
         reasons = [choice.finish_reason for g in self.generations for choice in g.choices]
         return [reason for reason in reasons if reason is not None]
 
     @property
     def first_token_at(self) -> float:
-        """When the first token of all came, CLOCK_MONOTONIC seconds; 0.0 = never."""
+        """In CLOCK_MONOTONIC seconds; 0.0 if no token has come."""
         times = [g.first_token_at for g in self.generations if g.first_token_at]
         return min(times, default=0.0)
 
     def start(self, consumer: DeltaConsumer) -> None:
-        """Hand all prompts to the router.
-
-        Raises:
-            ApiError: 503, the router does not take them.
-        """
+        """Raises ApiError (503) if the router does not take the prompts."""
         self._consumer = consumer
         request = self.request
         for position, prompt in enumerate(request.prompts):
@@ -135,7 +131,7 @@ class Job:
             generation.throttle(paused)
 
     def cancel(self, cause: CancelCause) -> None:
-        """Stop what has not finished. Idempotent; the first cause counts."""
+        """Idempotent; the first cause counts."""
         if self.generations and not self.finished:
             self.cancelled = self.cancelled or cause
             self._metrics.aborted()
@@ -143,13 +139,11 @@ class Job:
             generation.cancel(cause)
 
     def fail(self, error: ApiError) -> None:
-        """End it with an error for the client, because the server cannot go on."""
         if self._consumer is not None and not self.finished:
             self.cancel("shutdown")
             self._consumer.fail(error)
 
     def give_up(self) -> None:
-        """One prompt failed, so the others are of no use."""
         for generation in self.generations:
             generation.cancel("failed")
 
@@ -158,12 +152,11 @@ class Job:
         consumer.fail(error)
 
     def close(self) -> None:
-        """The answer is out: nothing is wanted of the router any more."""
         for generation in self.generations:
             self._router.forget(generation.request_id)
 
     async def wait_closed(self) -> StageTimes:
-        """The stage times of the first prompt, waiting shortly for the router to tell them."""
+        """The stage times of the first prompt; waits up to CLOSE_SECONDS for the router to report them."""
         if not self.generations:
             return StageTimes()
         first = self.generations[0]

@@ -9,14 +9,14 @@ from frontend.generation.deltas import Delta, Finish, FinishReason, Text
 
 
 class OutputParser(Protocol):
-    """Reads the text of one choice, which comes in pieces, stop strings already cut off."""
+    """Reads the text of one choice as it comes in pieces. Stop strings have been cut off."""
 
     def push(self, text: str, /) -> Sequence[Delta]:
-        """Take the next piece, never an empty one; returns what is certain by now."""
+        """`text` is not empty. Returns what is certain by now."""
         ...
 
     def finish(self, reason: FinishReason, /) -> Sequence[Delta]:
-        """The text ended; returns what was held back, and a `Finish` as the last delta."""
+        """Returns what was held back, and a `Finish` as the last delta."""
         ...
 
 

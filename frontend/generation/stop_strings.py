@@ -30,10 +30,10 @@ class StopScanner:
         self._held = ""
 
     def push(self, text: str, may_stop: bool = True) -> tuple[str, bool]:
-        """Take the next piece; returns what may be shown, and whether a stop string was met.
+        """Returns what may be shown, and whether a stop string was met.
 
-        Without `may_stop` a stop string that ends in this piece is text like any other; one that
-        only begins in it may be met later.
+        If not `may_stop`, a stop string that ends in this piece is text like any other; one that
+        only begins in it may still be met later.
         """
         seen = len(self._held)
         text = self._held + text
@@ -46,7 +46,7 @@ class StopScanner:
         return text[:keep], False
 
     def flush(self) -> str:
-        """The text ended: what was held back is part of it."""
+        """At the end of the text; returns what was held back."""
         held, self._held = self._held, ""
         return held
 

@@ -1,4 +1,7 @@
-"""One line a request: what, how it ended, how many tokens, how long each stage took. No user text."""
+"""One line for each request: what it was, how it ended, how many tokens, how long each stage took.
+
+Never any text of a user.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,14 @@ log = logging.getLogger("frontend.access")
 
 
 def log_call(call: Call, method: str, route: str, now: float) -> None:
-    """Write the line of a request that has been answered (status 0: the client left before)."""
     outcome = f"{method} {route} {call.status or 'gone'} id={call.request_id}"
     log.info(" ".join([outcome, *(call.work or ()), span("total", call.received_at, now)]))
 
 
 def log_refusal(status: int, request_id: str, seconds: float) -> None:
-    """Write the line of a request whose head was refused, `seconds` after it began."""
     log.info("- other %d id=%s %s", status, request_id, span("total", 0.0, seconds))
 
 
 def span(name: str, start: float, end: float) -> str:
-    """Times in seconds, as the log tells them."""
+    """`start` and `end` are seconds."""
     return f"{name}={(end - start) * 1000:.1f}ms"

@@ -21,7 +21,7 @@ class ApiKeys:
 
     @classmethod
     def load(cls, path: str | None) -> ApiKeys:
-        """Read a file of keys; blank lines and lines that start with `#` are skipped.
+        """Blank lines and lines that start with `#` are skipped.
 
         Raises:
             ApiKeysError: the file cannot be read or holds no key.
@@ -42,11 +42,7 @@ class ApiKeys:
         return cls(keys)
 
     def check(self, headers: Mapping[bytes, bytes]) -> None:
-        """Let a request pass that carries a key (`Authorization: Bearer` or `x-api-key`).
-
-        Raises:
-            ApiError: 401.
-        """
+        """Raises ApiError (401) unless a key is in `Authorization: Bearer` or `X-Api-Key`."""
         if not self._keys:
             return
         given = _given_key(headers)

@@ -26,7 +26,7 @@ class BodyLimits(msgspec.Struct, frozen=True):
 async def read_body(headers: Mapping[bytes, bytes], receive: Receive, limits: BodyLimits) -> bytes:
     """The whole body, decompressed.
 
-    Nothing is read (so no `100 Continue` is sent) where the head alone gives a reason to refuse.
+    If the head alone is a reason to refuse, nothing is read, so no `100 Continue` is sent.
 
     Raises:
         ApiError: 400, 408, 413 or 415.

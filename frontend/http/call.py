@@ -1,4 +1,4 @@
-"""One HTTP request as the middleware sees it: its id, its headers, what the log will say of it."""
+"""One HTTP request as the application sees it: its id, its headers, what the log will say of it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ABORT = "deepinfer.abort"
 
 
 def kept_request_id(given: bytes) -> str | None:
-    """The client's `X-Request-Id` for the answer and the log, if it is short and plain."""
+    """The client's `X-Request-Id`, if it is short and plain enough for the answer and the log."""
     given = given.strip()
     return given.decode() if _KEPT_ID.fullmatch(given) else None
 
 
 class Call:
-    """Facts about one HTTP request. Made by the outermost middleware, filled in on the way."""
+    """Made by the application when the head is complete, filled in on the way."""
 
     __slots__ = (
         "abort",
@@ -51,7 +51,7 @@ class Call:
         self.status = 0
         self.is_body_read = False
         self.work: list[str] | None = None
-        """What the access log says of the generated tokens; None: no generation was begun."""
+        """What the access log says of a generating request; None for any other."""
         self.abort: Callable[[], None] = scope.get("extensions", {}).get(ABORT, _nothing)
         """Cuts the connection at once."""
         scope[_STATE_KEY] = self

@@ -30,8 +30,8 @@ async def send_bytes(
 
 
 async def send_error(send: Send, receive: Receive, call: Call, error: ApiError) -> None:
-    """Send an error object. If a large part of the body has not been read, the connection is closed,
-    but only after the client has had time to see the answer."""
+    """If a large part of the body has not been read, the connection is closed afterwards, once the
+    client has had time to see the answer."""
     headers = error.all_headers()
     if not _has_much_unread(call):
         await send_bytes(send, error.status, error.body(), headers=headers)

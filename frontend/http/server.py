@@ -69,11 +69,10 @@ class HttpServer:
 
     @property
     def connections(self) -> int:
-        """How many are open."""
         return len(self._server.server_state.connections)
 
     async def serve(self, listener: socket.socket) -> None:
-        """Serve until `stop`, and close the listener."""
+        """Serve until `stop`; closes the listener."""
         await self._server.serve(sockets=[listener])
 
     def stop(self) -> None:
@@ -129,23 +128,21 @@ class _Connection(HttpToolsProtocol):
         self._running: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client connected; one that never says anything is cut like an idle one."""
         super().connection_made(transport)
         connection = transport.get_extra_info("socket")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        # uvicorn starts this only after the first request: a client that never sends one would stay.
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone: tell the running request, even if another one was read after it."""
         self._stop_head_timer()
         self._unset_keepalive_if_required()
-        self._disconnect_running()
+        self._disconnect_running()  # uvicorn tells only the request that was read last
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came; after a refusal they are thrown away."""
         if self._is_refused:
             return
         if self._in_head:
@@ -164,10 +161,10 @@ class _Connection(HttpToolsProtocol):
         self._in_head = True
 
     def on_headers_complete(self) -> None:
-        """The head is complete. It may have come in one piece, so its size is known only now."""
         self._in_head = False
         self._head_bytes = 0
         self._stop_head_timer()
+        # A head that came in one piece has not been measured before.
         self._head_fault = self._find_fault()
         if self._head_fault is not None:
             raise ValueError(self._head_fault.message)
@@ -175,8 +172,7 @@ class _Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """A request has been read; the next one may already follow."""
-        self._in_head = True
+        self._in_head = True  # of the next request, which may already follow
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -218,8 +214,8 @@ class _Connection(HttpToolsProtocol):
             self._head_timer = None
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer, stop reading requests, close a little later: closing with unread bytes would
-        reset the connection, and the client would never see the answer."""
+        """Answer, read no further request, and close a little later: to close while bytes are unread
+        would reset the connection, and the client would never see the answer."""
         self._is_refused = True
         self._stop_head_timer()
         running = self._disconnect_running()
@@ -242,7 +238,6 @@ class _Connection(HttpToolsProtocol):
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def _disconnect_running(self) -> RequestResponseCycle | None:
-        """Tell the request that is being answered, if there is one, that its client is gone."""
         running = self._running
         if running is None or running.response_complete:
             return None

@@ -19,7 +19,7 @@ _LINE_ENDS = (
 
 
 def json_text(text: str) -> bytes:
-    """A string as JSON without any character that somebody takes for the end of a line."""
+    """JSON without any character that a client may take for the end of a line."""
     encoded = _encode(text)
     for raw, escaped in _LINE_ENDS:
         encoded = encoded.replace(raw, escaped)
@@ -27,7 +27,6 @@ def json_text(text: str) -> bytes:
 
 
 def event(value: object) -> bytes:
-    """An event whose data is `value` as JSON."""
     encoded = _encode(value)
     for raw, escaped in _LINE_ENDS:
         encoded = encoded.replace(raw, escaped)

@@ -1,4 +1,4 @@
-"""Bytes of one streamed answer that wait to be sent, and what to do when nobody reads them."""
+"""The bytes of one streamed answer that wait to be sent, and what happens when nobody reads them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class StreamBuffer:
             waiter.set_result(None)
 
     async def take(self) -> bytes:
-        """All that is queued, waiting for some; empty at the end."""
+        """All that is queued; waits until there is something. Empty at the end."""
         self._blocked_since = None
         if not self._chunks and not self._is_ended:
             self._waiter = self._loop.create_future()
@@ -76,15 +76,15 @@ class StreamBuffer:
         return data
 
     def sent(self) -> None:
-        """What `take` gave has been taken by the connection."""
+        """The connection has accepted what `take` returned."""
         self._blocked_since = None
         if self._paused_since is not None and self.size <= self._high_water // 2:
             self._paused_since = None
             self._on_pressure(False)
 
     def tick(self, now: float, patience: float) -> bool:
-        """Called now and then: keep a silent stream alive; returns whether the client has not read
-        for more than `patience` seconds."""
+        """Keep a silent stream alive. Returns whether the client has read nothing for more than
+        `patience` seconds."""
         if self._is_ended and not self._chunks and self._blocked_since is None:
             return False
         for since in (self._blocked_since, self._paused_since):

@@ -26,18 +26,18 @@ class DaemonClient:
 
     def __init__(
         self,
-        on_status: Callable[[InstanceStatus], None],
-        on_drain: Callable[[], None],
+        post: Callable[[Message], None],
+        take: Callable[[InstanceStatus | Drain], None],
     ) -> None:
-        """Both callbacks run on the loop's thread."""
+        """`take` is called on the loop's thread."""
         self._loop = asyncio.get_running_loop()
-        self._on_status = on_status
-        self._on_drain = on_drain
+        self._post = post
+        self._take = take
         self._serials = itertools.count(1)
         self._open: dict[int, asyncio.Future[bytes]] = {}
 
-    async def ask(self, question: Query | CacheCommand, post: Callable[[Message], None]) -> bytes:
-        """The daemon's answer to a question or command; its serial is set here.
+    async def ask(self, question: Query | CacheCommand) -> bytes:
+        """The daemon's answer; `question` gets its serial here.
 
         Raises:
             ApiError: 503; no answer in time, too many questions at once, or the daemon refused.
@@ -48,7 +48,7 @@ class DaemonClient:
         future: asyncio.Future[bytes] = self._loop.create_future()
         self._open[serial] = future
         try:
-            post(msgspec.structs.replace(question, serial=serial))
+            self._post(msgspec.structs.replace(question, serial=serial))
             return await asyncio.wait_for(future, ANSWER_SECONDS)
         except TimeoutError as error:
             raise ApiError(
@@ -58,15 +58,12 @@ class DaemonClient:
             del self._open[serial]
 
     def on_notice(self, notice: FrontendNotice, frames: list[zmq.Frame]) -> None:
-        """Take what the daemon says, on the link's thread."""
         match notice:
-            case InstanceStatus() as status:
-                self._later(self._on_status, status)
-            case Drain():
-                self._later(self._on_drain)
-            case Answer() as answer:
+            case InstanceStatus() | Drain():
+                self._later(self._take, notice)
+            case Answer():
                 body = bytes(frames[0].buffer) if frames else b""
-                self._later(self._answered, answer, body)
+                self._later(self._answered, notice, body)
             case other:
                 assert_never(other)
 

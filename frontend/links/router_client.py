@@ -22,18 +22,18 @@ from transport.messages.generate import (
     CancelCause,
     Encode,
     Encoded,
-    ModelInfo,
     RequestFailed,
     Throttle,
     TokenBatch,
 )
-from transport.messages.to_frontend import Finished, Serving, ToFrontend
+from transport.messages.to_frontend import Finished
 from transport.messages.to_router import Submit
 
 ENCODE_SECONDS = 60.0
 LOST = "The server's router was lost: try again soon."
 RETRY_AFTER_SECONDS = 1
 
+AboutRequests = TokenBatch | Finished | RequestFailed | Encoded
 Send = Callable[..., bool]
 """`send(message, *frames)`; False if the router does not read."""
 
@@ -46,8 +46,6 @@ class RouterClient:
         self._metrics = metrics
         self._live: dict[RequestId, Generation] = {}
         self._encodes: dict[RequestId, asyncio.Future[list[int]]] = {}
-        self.model: ModelInfo | None = None
-        """What is served; None until the router tells."""
 
     @property
     def live(self) -> int:
@@ -98,7 +96,6 @@ class RouterClient:
     def router_lost(self) -> None:
         """The router is gone, and with it all that it worked on."""
         error = ApiError(503, LOST, code="router_lost", retry_after=RETRY_AFTER_SECONDS)
-        self.model = None
         for generation in list(self._live.values()):
             generation.fail(error)
         self._live.clear()
@@ -114,7 +111,7 @@ class RouterClient:
 
     # ---- in ----
 
-    def handle(self, message: ToFrontend, frames: list[zmq.Frame]) -> None:
+    def handle(self, message: AboutRequests, frames: list[zmq.Frame]) -> None:
         match message:
             case TokenBatch() as batch:
                 self._on_tokens(batch, frames)
@@ -128,8 +125,6 @@ class RouterClient:
                 future = self._encodes.get(request_id)
                 if future is not None and not future.done():
                     future.set_result(read_tokens(frames[0]).tolist())
-            case Serving(model):
-                self.model = model
             case other:
                 assert_never(other)
 

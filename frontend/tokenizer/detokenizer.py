@@ -99,9 +99,11 @@ class _ByteLevelDecoder:
     def push(self, ids: Sequence[int]) -> str:
         table = self._table
         try:
-            return self._decode(b"".join([table[index] for index in ids]))
+            # Nearly always one: without a list it costs a third less.
+            raw = table[ids[0]] if len(ids) == 1 else b"".join([table[index] for index in ids])
         except KeyError:
-            return self._decode(b"".join([table.get(index, b"") for index in ids]))
+            raw = b"".join([table.get(index, b"") for index in ids])
+        return self._decode(raw)
 
     def flush(self) -> str:
         return self._decode(b"", True)

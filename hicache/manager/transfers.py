@@ -135,9 +135,9 @@ class PrefixTransfers:
                     self._cache.release(hit)
                     self._count("load", transfer)
                 case PrefixStore(plan=plan) if not transfer.is_whole:
-                    self._cache.abandon(plan)
+                    self._cache.stores.abandon(plan)
                 case PrefixStore(plan=plan, announcement=announcement):
-                    self._cache.commit(plan)
+                    self._cache.stores.commit(plan)
                     self._prefills.close(announcement)
                     self._count("store", transfer)
         return len(self._open) < before

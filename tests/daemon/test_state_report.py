@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from daemon.inspection.control_server import QueryError
-from daemon.inspection.report_types import QUESTIONS, StateReport
-from daemon.inspection.state_report import answer
+from daemon.inspection.report_types import StateReport
+from daemon.inspection.state_report import QUESTIONS, answer
 from daemon.metrics.exposition import MetricsExporter
 from transport.ids import ProcessName, RequestId
 from transport.messages.generate import StageTimes

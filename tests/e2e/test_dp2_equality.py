@@ -5,8 +5,9 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
+
+from tests.support.greedy_reference import greedy_reference
 
 NEW_TOKENS = 16
 PROMPTS = [
@@ -21,23 +22,11 @@ PROMPTS = [
 ]
 
 
-def generate(model_dir, prompts: list[list[int]]) -> list[list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    model.generation_config.eos_token_id = None
-    with torch.inference_mode():
-        return [
-            model.generate(
-                torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
-            )[0, len(ids) :].tolist()
-            for ids in prompts
-        ]
-
-
 @pytest.mark.slow
 def test_greedy_tokens_equal_those_of_generate(serve, smollm2_dir, eventually):
     tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
     prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
-    wanted = generate(smollm2_dir, prompts)
+    wanted = greedy_reference(smollm2_dir, prompts, NEW_TOKENS)
     options = dict(dtype="float32", dp=2, max_batched_tokens=64, routing="least-loaded")
     with serve(smollm2_dir, **options) as server:
         server.ready()

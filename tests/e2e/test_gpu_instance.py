@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+
+from tests.support.greedy_reference import greedy_reference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,16 +32,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def wanted(tiny_dir, prompts) -> list[list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)
-    model.generation_config.eos_token_id = None
-    answers = []
-    for ids in prompts:
-        with torch.inference_mode():
-            out = model.generate(
-                torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
-            )
-        answers.append(out[0, len(ids) :].tolist())
-    return answers
+    return greedy_reference(tiny_dir, prompts, NEW_TOKENS)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 V41_TINY = Path(__file__).parents[1] / "data/v41_tiny"
 PAGE = 128
 NEW_TOKENS = 6
+LEAST_GAP = 3e-4
 
 
 def some_ids(count: int, seed: int) -> list[int]:
@@ -20,12 +21,18 @@ def some_ids(count: int, seed: int) -> list[int]:
 
 
 def complete(server, prompt: list[int] | str, headers=None, **fields) -> dict:
-    """A greedy completion, checked to be one."""
+    """A greedy completion, checked to be one, and that no choice was so close that it could fall
+    otherwise where a hit or another processor moves the logits a little."""
     body = {
-        "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, **fields,
+        "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True,
+        "logprobs": 2, **fields,
     }  # fmt: skip
     answer = server.post("/v1/completions", body, headers or {})
     assert answer.status == 200, answer.body
+    for step in answer.json["choices"][0]["logprobs"]["top_logprobs"]:
+        if len(step) > 1:  # tokens of the same text share an entry
+            best, second = sorted(step.values(), reverse=True)[:2]
+            assert best - second > LEAST_GAP, "take another prompt"
     return answer.json
 
 

@@ -9,6 +9,7 @@ import struct
 
 import pytest
 
+from tests.support.frontend import Script, request_http
 from transport.messages.generate import Cancel, Throttle
 from transport.messages.to_router import Submit
 
@@ -44,8 +45,8 @@ def leave(connection: socket.socket, how: str) -> None:
 @pytest.mark.parametrize("how", ["close", "reset", "half close"])
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("hang_after", [0, 3])
-def test_leaving_cancels_once(serve, script_class, how, stream, hang_after):
-    server = serve(script_class(text="abcdefgh", hang_after=hang_after))
+def test_leaving_cancels_once(serve, how, stream, hang_after):
+    server = serve(Script(text="abcdefgh", hang_after=hang_after))
     for _ in range(3):
         submits = len(server.router.of_kind(Submit)) + 1
         connection = open_request(server, stream=stream)
@@ -63,8 +64,8 @@ def test_leaving_cancels_once(serve, script_class, how, stream, hang_after):
     assert not server.services.router.live
 
 
-def test_leaving_is_noticed_while_another_request_waits_on_the_connection(serve, script_class):
-    server = serve(script_class(hang_after=1))
+def test_leaving_is_noticed_while_another_request_waits_on_the_connection(serve):
+    server = serve(Script(hang_after=1))
     connection = open_request(server, stream=False)
     connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     server.wait_for(lambda: len(server.router.of_kind(Submit)) == 1)
@@ -73,7 +74,7 @@ def test_leaving_is_noticed_while_another_request_waits_on_the_connection(serve,
     server.wait_for(lambda: not server.services.jobs)
 
 
-def test_finished_requests_are_not_cancelled(serve, request_http):
+def test_finished_requests_are_not_cancelled(serve):
     server = serve()
     for stream in (True, False) * 3:
         body = {"messages": [{"role": "user", "content": "Hi"}], "stream": stream}
@@ -92,11 +93,9 @@ def test_nothing_is_submitted_for_half_a_body(serve):
     assert server.router.of_kind(Submit) == []
 
 
-def test_a_slow_reader_pauses_its_sequence_and_then_gets_all(serve, script_class):
+def test_a_slow_reader_pauses_its_sequence_and_then_gets_all(serve):
     text = "x" * 4000
-    server = serve(
-        script_class(text=text, per_row=20, delay=0.0005), stream_high_water_bytes=20_000
-    )
+    server = serve(Script(text=text, per_row=20, delay=0.0005), stream_high_water_bytes=20_000)
     connection = open_request(server, stream=True, receive_buffer=4096)
     server.wait_for(lambda: any(t.paused for t in server.router.of_kind(Throttle)), 20)
     received = b""
@@ -108,9 +107,9 @@ def test_a_slow_reader_pauses_its_sequence_and_then_gets_all(serve, script_class
     assert received.count(b'"content":"x"') == len(text)
 
 
-def test_a_client_that_never_reads_is_cut_off(serve, script_class):
+def test_a_client_that_never_reads_is_cut_off(serve):
     server = serve(
-        script_class(text="x" * 40_000, per_row=20, delay=0.0005),
+        Script(text="x" * 40_000, per_row=20, delay=0.0005),
         stream_high_water_bytes=20_000,
         slow_reader_seconds=0.5,
     )

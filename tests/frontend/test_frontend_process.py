@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import zmq
 
-from frontend.run import INFORMED_SECONDS
+from frontend.gate import INFORMED_SECONDS
 from frontend.settings import FrontendSettings
 from frontend.tokenizer.load import load_tokenizer
 from transport.child import ProcessSettings

@@ -12,6 +12,8 @@ import zlib
 
 import pytest
 
+from tests.support.frontend import Script, request_http
+from transport.messages.from_daemon import Drain, InstanceStatus
 from transport.messages.to_router import Submit
 
 CHAT = "/v1/chat/completions"
@@ -34,7 +36,7 @@ def head(*lines: bytes, path: bytes = CHAT.encode()) -> bytes:
 
 
 @pytest.mark.parametrize("method", ["POST", "DELETE"])
-def test_unknown_paths_and_methods(serve, request_http, method):
+def test_unknown_paths_and_methods(serve, method):
     server = serve()
     answer = request_http(server, method, "/nowhere", RAW)
     assert (answer.status, answer.json["error"]["type"]) == (404, "not_found_error")
@@ -57,7 +59,7 @@ def test_unknown_paths_and_methods(serve, request_http, method):
         (";;;", 415),
     ],
 )
-def test_content_types(serve, request_http, content_type, status):
+def test_content_types(serve, content_type, status):
     answer = request_http(serve(), "POST", CHAT, RAW, {"Content-Type": content_type})
     assert answer.status == status
 
@@ -84,7 +86,7 @@ def raw_deflate(data: bytes) -> bytes:
         ("gzip", gzip.compress(b" " * (9 << 20)), 413),
     ],
 )
-def test_content_encodings(serve, request_http, encoding, data, status):
+def test_content_encodings(serve, encoding, data, status):
     answer = request_http(serve(), "POST", CHAT, data, {"Content-Encoding": encoding})
     assert answer.status == status
     if status != 200:
@@ -104,7 +106,7 @@ def test_announced_bodies_are_refused_before_they_are_sent(serve):
         assert connection.recv(4096).startswith(b"HTTP/1.1 200")
 
 
-def test_a_body_that_grows_too_large_is_refused(serve, request_http):
+def test_a_body_that_grows_too_large_is_refused(serve):
     server = serve(max_body_bytes=100_000)
     data = b"".join(b"%x\r\n%s\r\n" % (50_000, b" " * 50_000) for _ in range(3)) + b"0\r\n\r\n"
     answer = talk(server, head(b"Transfer-Encoding: chunked") + data)
@@ -186,7 +188,7 @@ def test_refused_heads_are_counted_logged_and_have_an_id(serve, caplog, data, st
     assert counts["other", str(status)] == 1
 
 
-def test_a_path_with_a_parameter_has_a_plain_label(serve, request_http):
+def test_a_path_with_a_parameter_has_a_plain_label(serve):
     server = serve()
     assert request_http(server, "GET", "/v1/models/test-model").status == 200
     server.wait_for(lambda: server.metrics.read_counters().get("http_requests"))
@@ -211,7 +213,7 @@ def test_old_clients_get_no_chunks(serve):
     assert events.startswith(b"data: ")
 
 
-def test_api_keys(serve, request_http, tmp_path):
+def test_api_keys(serve, tmp_path):
     path = tmp_path / "keys"
     path.write_text("# ours\nsecret-one\n\nsecret-two\n")
     server = serve(api_keys_file=str(path))
@@ -226,7 +228,7 @@ def test_api_keys(serve, request_http, tmp_path):
     assert len(server.router.of_kind(Submit)) == 2
 
 
-def test_request_ids_come_back(serve, request_http):
+def test_request_ids_come_back(serve):
     server = serve()
     answer = request_http(server, "GET", "/health", headers={"X-Request-Id": "abc-1.2"})
     assert answer.headers["x-request-id"] == "abc-1.2"
@@ -235,27 +237,29 @@ def test_request_ids_come_back(serve, request_http):
         assert len(answer.headers["x-request-id"]) == 32
 
 
-def test_a_degraded_instance_says_so_but_serves_on(serve, request_http):
+def test_a_degraded_instance_says_so_but_serves_on(serve):
     server = serve()
-    server.call(lambda: server.gate.set_state("degraded", "worker/1: ended with signal SIGKILL"))
+    server.call(
+        lambda: server.gate.take(InstanceStatus("degraded", "worker/1: ended with signal SIGKILL"))
+    )
     ready = request_http(server, "GET", "/ready")
     assert (ready.status, ready.json["state"]) == (503, "degraded")
     assert "worker/1" in ready.json["reason"]
     assert request_http(server, "POST", CHAT, BODY).status == 200
 
 
-def test_not_ready_and_draining(serve, request_http):
+def test_not_ready_and_draining(serve):
     server = serve()
-    server.call(lambda: server.gate.set_state("starting", "rank 1 loads its weights"))
+    server.call(lambda: server.gate.take(InstanceStatus("starting", "rank 1 loads its weights")))
     answer = request_http(server, "POST", CHAT, BODY)
     assert (answer.status, answer.headers["retry-after"]) == (503, "3")
     assert "rank 1 loads its weights" in answer.json["error"]["message"]
     ready = request_http(server, "GET", "/ready")
     assert (ready.status, ready.json["reason"]) == (503, "rank 1 loads its weights")
     assert request_http(server, "GET", "/health").status == 200
-    server.call(lambda: server.gate.set_state("ready", ""))
+    server.call(lambda: server.gate.take(InstanceStatus("ready", "")))
     assert request_http(server, "GET", "/ready").status == 200
-    server.call(server.gate.drain)
+    server.call(lambda: server.gate.take(Drain()))
     assert request_http(server, "GET", "/ready").json["state"] == "draining"
     assert request_http(server, "POST", CHAT, BODY).status == 503
     assert server.metrics.read_counters()["admission_rejections"] == [
@@ -264,10 +268,10 @@ def test_not_ready_and_draining(serve, request_http):
     ]
 
 
-def test_running_requests_can_be_ended(serve, request_http, script_class):
+def test_running_requests_can_be_ended(serve):
     from frontend.errors import ApiError
 
-    server = serve(script_class(hang_after=2))
+    server = serve(Script(hang_after=2))
     import threading
 
     answers = []
@@ -286,7 +290,7 @@ def test_running_requests_can_be_ended(serve, request_http, script_class):
     server.wait_for(lambda: not server.services.jobs)
 
 
-def test_tokenize_and_detokenize(serve, request_http):
+def test_tokenize_and_detokenize(serve):
     server = serve()
     answer = request_http(server, "POST", "/tokenize", {"prompt": "Aé"}).json
     assert answer == {"tokens": [65, 0xC3, 0xA9], "count": 3, "max_model_len": 4096}
@@ -295,14 +299,14 @@ def test_tokenize_and_detokenize(serve, request_http):
     assert request_http(server, "POST", "/detokenize", {"tokens": [300]}).status == 400
 
 
-def test_daemon_answers(serve, request_http):
+def test_daemon_answers(serve):
     server = serve()
     assert request_http(server, "GET", "/metrics").body == b"answer to metrics"
     assert request_http(server, "GET", "/deepinfer/metrics").body == b"answer to metrics"
     assert request_http(server, "GET", "/deepinfer/state").body == b"answer to state"
 
 
-def test_a_flush_tells_what_each_cache_held_or_which_worker_is_silent(serve, request_http):
+def test_a_flush_tells_what_each_cache_held_or_which_worker_is_silent(serve):
     server = serve()
     held = {"enabled": True, "pages_used": 7, "states_used": 2}
     server.cache_reports = [
@@ -317,7 +321,7 @@ def test_a_flush_tells_what_each_cache_held_or_which_worker_is_silent(serve, req
     assert "worker/1: it is stopped" in answer.json["error"]["message"]
 
 
-def test_the_access_log_has_counts_and_no_text(serve, request_http, caplog):
+def test_the_access_log_has_counts_and_no_text(serve, caplog):
     caplog.set_level(logging.INFO, logger="frontend.access")
     server = serve()
     request_http(server, "POST", CHAT, BODY, {"x-request-id": "r-1"})

@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 
 from frontend.api.answers import CollectedAnswer
+from tests.support.frontend import Script, request_http
 from transport.messages.generate import Cancel, RequestFailed
 from transport.messages.to_router import Submit
 
 COMPLETIONS = "/v1/completions"
 
 
-def test_what_the_server_gives_up_is_not_blamed_on_the_client(serve, request_http, script_class):
+def test_what_the_server_gives_up_is_not_blamed_on_the_client(serve):
     def script(submit: Submit, payload: bytes):
         if payload == b"bad":
-            return script_class(error=RequestFailed(submit.request_id, 500, "broken", "Broken."))
-        return script_class(hang_after=1)
+            return Script(error=RequestFailed(submit.request_id, 500, "broken", "Broken."))
+        return Script(hang_after=1)
 
     server = serve(script)
     body = {"prompt": ["good", "bad"]}
@@ -25,24 +26,20 @@ def test_what_the_server_gives_up_is_not_blamed_on_the_client(serve, request_htt
     assert [(c.request_id, c.cause) for c in server.router.of_kind(Cancel)] == [(good, "failed")]
 
 
-def test_a_fault_of_the_frontend_ends_the_work_as_failed(
-    serve, request_http, script_class, monkeypatch
-):
+def test_a_fault_of_the_frontend_ends_the_work_as_failed(serve, monkeypatch):
     async def fault(_self: CollectedAnswer) -> list:
         raise RuntimeError("a fault")
 
     monkeypatch.setattr(CollectedAnswer, "result", fault)
-    server = serve(script_class(hang_after=1))
+    server = serve(Script(hang_after=1))
     assert request_http(server, "POST", COMPLETIONS, {"prompt": "Hi"}).status == 500
     server.wait_for(lambda: not server.services.jobs)
     assert [c.cause for c in server.router.of_kind(Cancel)] == ["failed"]
 
 
-def test_the_log_counts_the_finish_reasons_of_many_choices(
-    serve, request_http, script_class, caplog
-):
+def test_the_log_counts_the_finish_reasons_of_many_choices(serve, caplog):
     def script(submit: Submit, payload: bytes):
-        return script_class(text="abc", eos=payload != b"long")
+        return Script(text="abc", eos=payload != b"long")
 
     server = serve(script, max_choices=12)
     with caplog.at_level("INFO", "frontend.access"):
@@ -54,7 +51,7 @@ def test_the_log_counts_the_finish_reasons_of_many_choices(
     assert reasons == ["length:4,stop:8", "stop"]
 
 
-def test_the_prompts_of_one_request_name_what_they_belong_to(serve, request_http):
+def test_the_prompts_of_one_request_name_what_they_belong_to(serve):
     server = serve()
     for prompt in (["a", "b"], "c", ["d"]):
         assert request_http(server, "POST", COMPLETIONS, {"prompt": prompt}).status == 200

@@ -29,6 +29,7 @@ from frontend.conversation import Conversation, Message, ToolCall
 from frontend.generation.request import GenerationRequest, ModelLimits, Prompt
 from frontend.tokenizer.chat_template import ChatTemplate
 from frontend.tokenizer.load import TokenizerFiles
+from tests.support.frontend import Script, request_http
 from transport.messages.generate import Generate, SamplingParams
 from transport.messages.to_router import Submit
 
@@ -143,7 +144,7 @@ def body_of(table: dict) -> dict:
 
 
 @pytest.fixture
-def send(serve, request_http, script_class):
+def send(serve):
     """Posts a body; returns the `Submit` and its frame as the router gets them."""
 
     def post(path: str, body: dict) -> tuple[Submit, bytes]:
@@ -151,7 +152,7 @@ def send(serve, request_http, script_class):
 
         def script(submit: Submit, payload: bytes):
             seen.append((submit, payload))
-            return script_class()
+            return Script()
 
         assert request_http(serve(script), "POST", path, body).status == 200
         return seen[0]

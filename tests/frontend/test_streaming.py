@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from openai import OpenAI
 
+from tests.support.frontend import Script, request_http
 from transport.ids import RequestId
 from transport.messages.generate import Cancel, RequestFailed
 from transport.messages.to_router import Submit
@@ -30,8 +31,8 @@ def finish_reasons(answer, index: int = 0) -> list[str]:
 
 @pytest.mark.parametrize("per_row", [1, 2, 3, 100])
 @pytest.mark.parametrize("stop", [None, ["aus", "北京"], ["京, 🌍!x", "e a"], ["zzz"]])
-def test_chat_stream_equals_whole_answer(serve, request_http, script_class, per_row, stop):
-    server = serve(script_class(per_row=per_row))
+def test_chat_stream_equals_whole_answer(serve, per_row, stop):
+    server = serve(Script(per_row=per_row))
     body = {"messages": MESSAGES, "stop": stop}
     whole = request_http(server, "POST", CHAT, body).json
     stream = request_http(server, "POST", CHAT, {**body, "stream": True})
@@ -44,15 +45,15 @@ def test_chat_stream_equals_whole_answer(serve, request_http, script_class, per_
     assert stream.events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
 
 
-def test_every_token_has_its_event(serve, request_http, script_class):
-    server = serve(script_class(text="abcdef", per_row=3))
+def test_every_token_has_its_event(serve):
+    server = serve(Script(text="abcdef", per_row=3))
     stream = request_http(server, "POST", CHAT, {"messages": MESSAGES, "stream": True})
     texts = [e["choices"][0]["delta"].get("content") for e in stream.events]
     assert texts == ["", *"abcdef", None]
 
 
-def test_usage_counts_tokens_not_text(serve, request_http, script_class):
-    server = serve(script_class(text="🌍ab", cached=2))
+def test_usage_counts_tokens_not_text(serve):
+    server = serve(Script(text="🌍ab", cached=2))
     body = {"prompt": "abcd", "stop": "b", "max_tokens": 50}
     whole = request_http(server, "POST", COMPLETIONS, body).json
     assert whole["choices"][0]["text"] == "🌍a"
@@ -72,20 +73,20 @@ def test_usage_counts_tokens_not_text(serve, request_http, script_class):
     assert [e["usage"]["completion_tokens"] for e in events] == [4, 5, 6, 6]
 
 
-def test_no_usage_unless_asked(serve, request_http):
+def test_no_usage_unless_asked(serve):
     stream = request_http(serve(), "POST", CHAT, {"messages": MESSAGES, "stream": True})
     assert all("usage" not in e and e["choices"] for e in stream.events)
 
 
-def test_length_limit(serve, request_http):
+def test_length_limit(serve):
     server = serve()
     whole = request_http(server, "POST", CHAT, {"messages": MESSAGES, "max_tokens": 2}).json
     assert whole["choices"][0]["message"]["content"] == "Gr"
     assert whole["choices"][0]["finish_reason"] == "length"
 
 
-def test_several_choices_and_prompts(serve, request_http, script_class):
-    server = serve(lambda submit, payload: script_class(text=payload.decode() + "!"))
+def test_several_choices_and_prompts(serve):
+    server = serve(lambda submit, payload: Script(text=payload.decode() + "!"))
     body = {"prompt": ["a", "bc"], "n": 2, "echo": True}
     whole = request_http(server, "POST", COMPLETIONS, body).json
     assert [c["text"] for c in whole["choices"]] == ["aa!", "aa!", "bcbc!", "bcbc!"]
@@ -95,8 +96,8 @@ def test_several_choices_and_prompts(serve, request_http, script_class):
     assert [finish_reasons(stream, i) for i in range(4)] == [["stop"]] * 4
 
 
-def test_chat_logprobs(serve, request_http, script_class):
-    server = serve(script_class(text="Aé"))
+def test_chat_logprobs(serve):
+    server = serve(Script(text="Aé"))
     body = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2}
     whole = request_http(server, "POST", CHAT, body).json["choices"][0]["logprobs"]["content"]
     assert [entry["bytes"] for entry in whole] == [[65], [0xC3], [0xA9]]
@@ -112,8 +113,8 @@ def test_chat_logprobs(serve, request_http, script_class):
     assert entries == whole
 
 
-def test_completion_logprobs(serve, request_http, script_class):
-    server = serve(script_class(text="ab"))
+def test_completion_logprobs(serve):
+    server = serve(Script(text="ab"))
     body = {"prompt": "x", "logprobs": 1}
     logprobs = request_http(server, "POST", COMPLETIONS, body).json["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["a", "b"]
@@ -128,8 +129,8 @@ def streamed_logprobs(answer, field: str) -> list:
 
 
 @pytest.mark.parametrize("stop", ["zzz", "bcde", "cdX", "é!"])
-def test_offsets_count_text_that_a_stop_string_holds_back(serve, request_http, script_class, stop):
-    server = serve(script_class(text="abcdé"))
+def test_offsets_count_text_that_a_stop_string_holds_back(serve, stop):
+    server = serve(Script(text="abcdé"))
     body = {"prompt": "x", "logprobs": 0, "stop": stop}
     whole = request_http(server, "POST", COMPLETIONS, body).json["choices"][0]
     assert whole["text"] == "abcdé"
@@ -138,8 +139,8 @@ def test_offsets_count_text_that_a_stop_string_holds_back(serve, request_http, s
     assert streamed_logprobs(stream, "text_offset") == [0, 1, 2, 3, 4, 4]
 
 
-def test_tokens_that_are_no_whole_characters_keep_apart(serve, request_http, script_class):
-    server = serve(script_class(tokens=[65, 0xC3, 0xA9]))
+def test_tokens_that_are_no_whole_characters_keep_apart(serve):
+    server = serve(Script(tokens=[65, 0xC3, 0xA9]))
     server.call(lambda: setattr(server.router, "top_ids", [0x94, 0x41, 0xE2]))
     body = {"prompt": "x", "logprobs": 3}
     logprobs = request_http(server, "POST", COMPLETIONS, body).json["choices"][0]["logprobs"]
@@ -148,8 +149,8 @@ def test_tokens_that_are_no_whole_characters_keep_apart(serve, request_http, scr
     assert logprobs["top_logprobs"] == [wanted] * 3
 
 
-def test_logprobs_of_no_token_are_empty_lists(serve, request_http, script_class):
-    server = serve(script_class(text=""))
+def test_logprobs_of_no_token_are_empty_lists(serve):
+    server = serve(Script(text=""))
     body = {"messages": MESSAGES, "logprobs": True}
     choice = request_http(server, "POST", CHAT, body).json["choices"][0]
     assert (choice["message"]["content"], choice["logprobs"]["content"]) == ("", [])
@@ -176,9 +177,9 @@ def test_logprobs_of_no_token_are_empty_lists(serve, request_http, script_class)
     ],
 )
 def test_stop_strings_wait_for_the_least_number_of_tokens(
-    serve, request_http, script_class, per_row, stop, min_tokens, shown, tokens
+    serve, per_row, stop, min_tokens, shown, tokens
 ):
-    server = serve(script_class(text="aXbaXbXaX", per_row=per_row))
+    server = serve(Script(text="aXbaXbXaX", per_row=per_row))
     body = {"prompt": "x", "stop": stop, "min_tokens": min_tokens}
     answer = request_http(server, "POST", COMPLETIONS, body).json
     assert answer["choices"][0]["text"] == shown
@@ -188,8 +189,8 @@ def test_stop_strings_wait_for_the_least_number_of_tokens(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_early_errors_are_plain_answers(serve, request_http, script_class, stream):
-    server = serve(script_class(error=failure()))
+def test_early_errors_are_plain_answers(serve, stream):
+    server = serve(Script(error=failure()))
     answer = request_http(server, "POST", CHAT, {"messages": MESSAGES, "stream": stream})
     assert answer.status == 429
     assert answer.headers["retry-after"] == "7"
@@ -197,8 +198,8 @@ def test_early_errors_are_plain_answers(serve, request_http, script_class, strea
     assert answer.json["error"]["type"] == "rate_limit_error"
 
 
-def test_late_errors_end_the_stream_with_an_event(serve, request_http, script_class):
-    server = serve(script_class(error=failure(500, None), error_after=2))
+def test_late_errors_end_the_stream_with_an_event(serve):
+    server = serve(Script(error=failure(500, None), error_after=2))
     stream = request_http(server, "POST", CHAT, {"messages": MESSAGES, "stream": True})
     assert stream.status == 200
     assert stream.events[-1]["error"]["message"] == "Too many."
@@ -206,12 +207,10 @@ def test_late_errors_end_the_stream_with_an_event(serve, request_http, script_cl
     assert whole.status == 500
 
 
-def test_one_failed_prompt_cancels_the_others(serve, request_http, script_class):
+def test_one_failed_prompt_cancels_the_others(serve):
     def script(submit: Submit, payload: bytes):
         bad = payload == b"bad"
-        return script_class(
-            error=failure(400, None) if bad else None, hang_after=None if bad else 1
-        )
+        return Script(error=failure(400, None) if bad else None, hang_after=None if bad else 1)
 
     server = serve(script)
     answer = request_http(server, "POST", COMPLETIONS, {"prompt": ["good", "bad"]})
@@ -220,25 +219,25 @@ def test_one_failed_prompt_cancels_the_others(serve, request_http, script_class)
     assert not server.services.router.live
 
 
-def test_a_stop_string_stops_the_choice_at_the_router(serve, request_http, script_class):
-    server = serve(script_class(delay=0.01))
+def test_a_stop_string_stops_the_choice_at_the_router(serve):
+    server = serve(Script(delay=0.01))
     request_http(server, "POST", CHAT, {"messages": MESSAGES, "stop": "ü", "n": 2})
     assert {(c.index, c.cause) for c in server.router.of_kind(Cancel)} == {(0, "stop"), (1, "stop")}
     assert len(server.router.of_kind(Cancel)) == 2
 
 
-def test_line_ends_of_unicode_do_not_split_events(serve, request_http, script_class):
+def test_line_ends_of_unicode_do_not_split_events(serve):
     text = "a\u2028b\u2029c\u0085d\r\ne"
-    server = serve(script_class(text=text, per_row=100))
+    server = serve(Script(text=text, per_row=100))
     stream = request_http(server, "POST", CHAT, {"messages": MESSAGES, "stream": True})
     assert streamed_text(stream) == text
     lines = stream.body.decode().splitlines()
     assert all(line.startswith("data: ") for line in lines if line)
 
 
-def test_silent_streams_are_kept_alive(serve, request_http, script_class, monkeypatch):
+def test_silent_streams_are_kept_alive(serve, monkeypatch):
     monkeypatch.setattr("frontend.http.stream_buffer.KEEP_ALIVE_SECONDS", 0.1)
-    server = serve(script_class(text="a", error=failure(), error_after=1, delay=0.5))
+    server = serve(Script(text="a", error=failure(), error_after=1, delay=0.5))
     stream = request_http(server, "POST", CHAT, {"messages": MESSAGES, "stream": True})
     assert b"\n\n: keep-alive\n\n" in stream.body
 

@@ -1,10 +1,11 @@
-"""The torch engine against transformers' own `generate`: greedy tokens must be equal in float32,
+"""The engine against transformers' own `generate`: greedy tokens must be equal in float32,
 whatever else is in the batch and however the prompt is cut. Plans are made by hand here."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from transformers import (
 
 from hicache.layout import CacheLayout
 from tests.support import engines
+from tests.support.greedy_reference import greedy_reference
 from transport.messages.generate import SamplingParams
 from workers.contract import (
     DecodeRow,
@@ -225,20 +227,8 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 def make_prompt(length: int) -> list[int]:
-    return np.random.default_rng(length).integers(3, VOCAB, length).tolist()
-
-
-def expected_tokens(model_dir: Path, prompt: Sequence[int], count: int) -> list[int]:
-    # Eager: some versions of transformers drop soft caps in their faster attention functions.
-    model = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=torch.float32, attn_implementation="eager"
-    )
-    model.generation_config.eos_token_id = None
-    ids = torch.tensor([list(prompt)])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
-    )
-    return out[0, len(prompt) :].tolist()
+    # Numbered so that no family is near a tie in its first tokens.
+    return np.random.default_rng((length, 2)).integers(3, VOCAB, length).tolist()
 
 
 LENGTHS = (5, 127, 129, 300)
@@ -262,7 +252,7 @@ def test_greedy_equals_generate_alone_and_batched(
     while min(len(batched.output(slot)) for slot in prompts) < count:
         batched.decode(list(reversed(prompts)))
     for slot, prompt in prompts.items():
-        want = expected_tokens(folder, prompt, count)
+        want = greedy_reference(folder, [prompt], count)[0]
         assert batched.output(slot)[:count] == want, f"prompt of {len(prompt)} tokens"
     engine.close()
 
@@ -282,9 +272,9 @@ def test_many_prompts_in_one_step(
         driver.prompt_len[slot] = length
     first = driver.run(StepPlan(0, prompts=(driver.chunk(2, 0, 90), driver.chunk(0, 0, 999))))
     second = driver.run(StepPlan(1, prompts=(driver.chunk(1, 0, 999), driver.chunk(2, 90, 999))))
-    assert first.tokens.tolist() == expected_tokens(folder, driver.sequences[0], 1)
+    assert first.tokens.tolist() == greedy_reference(folder, [driver.sequences[0]], 1)[0]
     assert second.tokens.tolist() == [
-        expected_tokens(folder, driver.sequences[slot], 1)[0] for slot in (1, 2)
+        greedy_reference(folder, [driver.sequences[slot]], 1)[0][0] for slot in (1, 2)
     ]
     engine.close()
 
@@ -322,7 +312,7 @@ def test_recompute_and_sharing_of_pages(
     driver.begin(0, prompt, 64)
     for _ in range(4):
         driver.decode([0])
-    want = expected_tokens(folder, prompt, 8)
+    want = greedy_reference(folder, [prompt], 8)[0]
     driver.begin(3, prompt + driver.output(0), 50)
     driver.decode([3])
     assert driver.sequences[3][140:] == want[:7]
@@ -417,7 +407,43 @@ def test_a_placeholder_step_yields_nothing_and_changes_nothing(
         result = driver.run(StepPlan(77))
         assert (result.step, result.tokens.tolist(), result.logprobs) == (77, [], {})
         driver.decode([0])
-    assert driver.output(0) == expected_tokens(checkpoints("llama"), make_prompt(5), 4)
+    assert driver.output(0) == greedy_reference(checkpoints("llama"), [make_prompt(5)], 4)[0]
+    engine.close()
+
+
+def arrival(driver: Driver, slot: int) -> PromptChunk:
+    """The sequence of `slot`, as if its prompt and first token came from elsewhere."""
+    tokens = np.array(driver.sequences[slot], np.int32)
+    return PromptChunk(
+        slot=slot, start=len(tokens) - 1, tokens=tokens[-1:], pages=tuple(driver.pages[slot]),
+        sample=True, begin=True, sampling=driver.sampling, seed=5,
+        prompt_len=driver.prompt_len[slot], history=tokens,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [5, 127, 128, 200])
+def test_a_sequence_whose_prompt_was_computed_elsewhere_goes_on_as_there(
+    checkpoints: Callable[[str], Path], length: int
+) -> None:
+    """Here "elsewhere" is slot 0, whose pages are handed to slot 1; random draws and penalties go on too."""
+    sampling = SamplingParams(max_tokens=1, temperature=1.0, repetition_penalty=1.3)
+    engine = open_engine(checkpoints("llama"))
+    driver = Driver(engine, sampling)
+    driver.begin(0, make_prompt(length), 99, seed=5)
+    driver.begin(2, make_prompt(9), 99)
+    for table in (driver.sequences, driver.pages):
+        table[1] = list(table[0])
+    driver.computed[1], driver.prompt_len[1] = driver.computed[0], driver.prompt_len[0]
+    for _ in range(4):
+        driver.decode([0])
+    expected = driver.output(0)
+    first = driver.decode_plan([1, 2])
+    chunk = arrival(driver, 1)
+    result = driver.run(replace(first, arrivals=(chunk,), new_pages=()))
+    driver.sequences[1].append(int(result.tokens[0]))
+    for _ in range(3):
+        driver.decode([1])
+    assert driver.output(1) == expected
     engine.close()
 
 

@@ -12,6 +12,7 @@ from hicache.copies.open import open_cache_copies
 from hicache.errors import PrefixLoadError
 from hicache.manager.host import PoolOrder, open_host_prefix_cache
 from hicache.pool.segment import create_segment
+from tests.support.rank import Rank
 from transport.telemetry.metrics import MetricSet
 from workers.engine.fake import FakeEngine, FakeEngineSettings
 
@@ -64,11 +65,11 @@ def test_after_a_store_that_failed_the_next_one_may_succeed(make_rank):
 
 
 @pytest.mark.parametrize("call", ["load_pages", "load_state"])
-def test_a_load_that_fails_ends_the_engine_but_not_the_next_one(rank_class, call):
+def test_a_load_that_fails_ends_the_engine_but_not_the_next_one(call):
     """The step that is planned counts on its rows. The next worker computes the prompt."""
     fd = create_segment("test")
     for restart in range(2):
-        rank = rank_class(fd, 5, 11)
+        rank = Rank(fd, 5, 11)
         rank.copies.refused = {call}
         if not restart:
             rank.add(0, COMMON, 1)

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache.pool.segment import create_segment
+from tests.support.rank import Rank
 
 VOCAB = 23
 PAGE = 8
@@ -68,7 +69,6 @@ MODELS = st.sampled_from([(0, 0, 24), (5, 11, 24), (8, 8, 24), (16, 17, 24), (5,
     refused_until=st.integers(0, 40),
 )
 def test_tokens_are_those_of_a_run_without_a_cache(
-    rank_class,
     traffic,
     model,
     host_pages,
@@ -89,7 +89,7 @@ def test_tokens_are_those_of_a_run_without_a_cache(
             "num_pages": num_pages, "host_pages": host_pages, "host_states": host_states,
             "delay": delay, "budget": budget, "depth": depth,
         }  # fmt: skip
-        rank = rank_class(fd, window, keep, **options)
+        rank = Rank(fd, window, keep, **options)
         cancelled: set[int] = set()
         pending = deque(sorted(range(len(traffic)), key=lambda number: traffic[number].at))
         for now in range(2000):
@@ -97,7 +97,7 @@ def test_tokens_are_those_of_a_run_without_a_cache(
                 # A new worker on the old pool; the router sends everything unfinished once more.
                 rank.close()
                 got = rank.got
-                rank = rank_class(fd, window, keep, **options)
+                rank = Rank(fd, window, keep, **options)
                 rank.got = got
                 for number, wanted in enumerate(traffic):
                     done = rank.tokens_of(number)

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
 from tests.support.engines import open_engine
+from tests.support.greedy_reference import greedy_reference
 from transport.ids import ProcessName, RequestId
 from transport.messages.generate import RUNNING, Generate, SamplingParams
 from workers.scheduling.scheduler import Scheduler
@@ -89,24 +90,11 @@ def run_scheduled(
         engine.close()
 
 
-def generate(model_dir: Path, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    model.generation_config.eos_token_id = None
-    answers = []
-    for ids in prompts:
-        with torch.inference_mode():
-            out = model.generate(
-                torch.tensor([ids]), max_new_tokens=new_tokens, do_sample=False, pad_token_id=0
-            )
-        answers.append(out[0, len(ids) :].tolist())
-    return answers
-
-
 @functools.cache
 def smollm2_reference(model_dir: Path) -> tuple[list[list[int]], list[list[int]]]:
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
-    return prompts, generate(model_dir, prompts, NEW_TOKENS)
+    return prompts, greedy_reference(model_dir, prompts, NEW_TOKENS)
 
 
 @pytest.mark.slow
@@ -142,7 +130,7 @@ def test_preemption_does_not_change_a_token(tmp_path, family, chunk):
     model_dir = tiny_model(tmp_path, family)
     rng = np.random.default_rng(5)
     prompts = [rng.integers(3, 199, size).tolist() for size in (5, 120, 127, 128, 129, 200, 300)]
-    wanted = generate(model_dir, prompts, 140)
+    wanted = greedy_reference(model_dir, prompts, 140)
     page_bytes = 2 * 2 * 2 * 16 * 4 * 128
     got, preemptions = run_scheduled(
         model_dir, prompts, max_num_seqs=7, chunk=chunk, pages=9, page_bytes=page_bytes,

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.pool.segment import create_segment
+from tests.support.rank import Rank
 from transport.ids import RequestId
 from workers.scheduling.step import InFlightStep, StepDraft, StepKind
 
@@ -69,7 +70,7 @@ def gist(step: InFlightStep | None) -> object:
 
 @given(TRAFFIC, st.integers(13, 24), st.integers(1, 5), st.integers(3, 40), st.integers(0, 1))
 def test_a_lone_rank_that_votes_runs_the_steps_of_one_that_does_not(
-    rank_class, traffic, num_pages, max_num_seqs, budget, depth
+    traffic, num_pages, max_num_seqs, budget, depth
 ):
     with contextlib.ExitStack() as stack:
         ranks = []
@@ -77,7 +78,7 @@ def test_a_lone_rank_that_votes_runs_the_steps_of_one_that_does_not(
             fd = create_segment("test")
             stack.callback(os.close, fd)
             ranks.append(
-                rank_class(fd, 5, 11, num_pages=num_pages, max_num_seqs=max_num_seqs, budget=budget,
+                Rank(fd, 5, 11, num_pages=num_pages, max_num_seqs=max_num_seqs, budget=budget,
                            depth=depth)
             )  # fmt: skip
             stack.callback(ranks[-1].close)
@@ -104,14 +105,14 @@ def test_a_lone_rank_that_votes_runs_the_steps_of_one_that_does_not(
 @given(TRAFFIC, st.integers(13, 24), st.integers(1, 5), st.integers(3, 40), st.integers(0, 1),
        st.integers(0, 1 << 30))  # fmt: skip
 def test_steps_of_any_kind_may_be_filled_and_dropped_and_placeholders_come_between(
-    rank_class, traffic, num_pages, max_num_seqs, budget, depth, seed
+    traffic, num_pages, max_num_seqs, budget, depth, seed
 ):
     """Whatever the others want, everybody gets its tokens."""
     rng = random.Random(seed)
     with contextlib.ExitStack() as stack:
         fd = create_segment("test")
         stack.callback(os.close, fd)
-        rank = rank_class(fd, 5, 11, num_pages=num_pages, max_num_seqs=max_num_seqs, budget=budget,
+        rank = Rank(fd, 5, 11, num_pages=num_pages, max_num_seqs=max_num_seqs, budget=budget,
                           depth=depth)  # fmt: skip
         stack.callback(rank.close)
         scheduler = rank.scheduler

@@ -88,10 +88,7 @@ class ModelEngine:
         slots = [segments[row.segment].slot for row in rows]
         # Last: its size depends on what requests ask for.
         sampling = parts.sampler.prepare(
-            (*plan.prompts, *plan.arrivals),
-            slots,
-            [row.position + 1 for row in rows],
-            parts.buffers,
+            plan.prompts + plan.arrivals, slots, [row.position + 1 for row in rows], parts.buffers
         )
         parts.buffers.send()
         logits = parts.model.forward(parts.tables.apply(update))

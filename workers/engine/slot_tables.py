@@ -15,37 +15,47 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from workers.attention.batch import StepUpload
-    from workers.contract import StepPlan
+    from workers.contract import PromptChunk, StepPlan
 
 
-class Arrival(NamedTuple):
-    """A slot whose sequence was computed elsewhere up to the input of its first decode."""
+class PromptRows(NamedTuple):
+    """Of a prompt step: token and position of each row, and the length of each sequence after it."""
 
-    slot: int
+    token_ids: Tensor
+    positions: Tensor
+    ends: Tensor
+
+
+class SlotRows(NamedTuple):
+    """Last token and length of slots."""
+
+    slots: Tensor
+    tokens: Tensor
+    lengths: Tensor
+
+
+class NewPages(NamedTuple):
+    """Slot, block index and page of each block table that grew."""
+
+    slots: Tensor
+    blocks: Tensor
     pages: Tensor
-    """Its block table."""
-    length_and_token: Tensor
-    """[2]: tokens whose KV is in the pool, and the one after them."""
 
 
 @dataclass(frozen=True)
 class TableUpdate:
-    """What the host sends of a step: int32 views of the step's upload."""
+    """What the host sends of a step. Tensors are int32 views of the step's upload."""
 
     batch: Batch
     slots: Tensor
     row_slots: Tensor
     logit_rows: Tensor
-    token_ids: Tensor | None = None
-    """Of a prompt step, as are the following; None: they are on the device already."""
-    positions: Tensor | None = None
-    ends: Tensor | None = None
-    pages: tuple[Tensor, ...] = ()
-    """Block tables of the chunks."""
-    arrivals: tuple[Arrival, ...] = ()
-    """Of a decode step."""
-    new_pages: tuple[Tensor, Tensor, Tensor] | None = None
-    """Of a decode step: slot, block index and page of each block table that grew."""
+    block_tables: tuple[tuple[int, Tensor], ...]
+    """By slot: the block tables that are replaced."""
+    prompts: PromptRows | None = None
+    """None: a decode step, whose tokens and positions are on the device already."""
+    arrivals: SlotRows | None = None
+    new_pages: NewPages | None = None
 
 
 class SlotTables:
@@ -98,12 +108,16 @@ class SlotTables:
             slots=upload.put(slots),
             row_slots=upload.put(np.repeat(slots, counts)),
             logit_rows=_put_logit_rows(batch, upload),
-            token_ids=upload.put(np.concatenate([np.asarray(c.tokens, np.int32) for c in chunks])),
-            positions=upload.put(
-                np.concatenate([np.arange(s.start, s.end, dtype=np.int32) for s in segments])
+            prompts=PromptRows(
+                token_ids=upload.put(
+                    np.concatenate([np.asarray(c.tokens, np.int32) for c in chunks])
+                ),
+                positions=upload.put(
+                    np.concatenate([np.arange(s.start, s.end, dtype=np.int32) for s in segments])
+                ),
+                ends=upload.put(_words(s.end for s in segments)),
             ),
-            ends=upload.put(_words(s.end for s in segments)),
-            pages=tuple(upload.put(np.asarray(c.pages, np.int32)) for c in chunks),
+            block_tables=_put_block_tables(chunks, upload),
         )
 
     def _prepare_decodes(self, plan: StepPlan, upload: StepUpload) -> TableUpdate:
@@ -114,41 +128,46 @@ class SlotTables:
         batch = Batch(plan, segments, logit_rows)
         slots = upload.put(_words(s.slot for s in segments))
         rows = _put_logit_rows(batch, upload)
-        # Last what varies in size from step to step.
-        arrivals = tuple(
-            Arrival(
-                chunk.slot,
-                upload.put(np.asarray(chunk.pages, np.int32)),
-                upload.put(_words((chunk.start, int(chunk.tokens[0])))),
+        # Last, as their sizes vary from step to step.
+        arrivals = new_pages = None
+        if plan.arrivals:
+            arrivals = SlotRows(
+                slots=upload.put(_words(c.slot for c in plan.arrivals)),
+                tokens=upload.put(_words(int(c.tokens[0]) for c in plan.arrivals)),
+                lengths=upload.put(_words(c.start for c in plan.arrivals)),
             )
-            for chunk in plan.arrivals
-        )
-        new_pages = None
         if plan.new_pages:
             grown = np.array(plan.new_pages, np.int32)
-            new_pages = (
-                upload.put(grown[:, 0]), upload.put(grown[:, 1]), upload.put(grown[:, 2])
-            )  # fmt: skip
-        return TableUpdate(batch, slots, slots, rows, arrivals=arrivals, new_pages=new_pages)
+            new_pages = NewPages(*(upload.put(column) for column in grown.T))
+        return TableUpdate(
+            batch=batch,
+            slots=slots,
+            row_slots=slots,
+            logit_rows=rows,
+            block_tables=_put_block_tables(plan.arrivals, upload),
+            arrivals=arrivals,
+            new_pages=new_pages,
+        )
 
     def apply(self, update: TableUpdate) -> BatchTensors:
         """The device's part, once the upload is sent: bring the tables up to date."""
+        for slot, table in update.block_tables:
+            self.block_table[slot, : len(table)] = table
+        if update.arrivals is not None:
+            arrived = update.arrivals.slots.long()
+            self.last_token[arrived] = update.arrivals.tokens.long()
+            self.lengths[arrived] = update.arrivals.lengths.long()
+        if update.new_pages is not None:
+            grown = update.new_pages
+            self.block_table[grown.slots.long(), grown.blocks.long()] = grown.pages
         slots = update.slots.long()
-        if update.token_ids is None or update.positions is None or update.ends is None:
-            if update.new_pages is not None:
-                grown_slots, blocks, pages = update.new_pages
-                self.block_table[grown_slots.long(), blocks.long()] = pages
-            for slot, pages, (length, token) in update.arrivals:
-                self.block_table[slot, : len(pages)] = pages
-                self.lengths[slot], self.last_token[slot] = length, token
+        if update.prompts is not None:
+            token_ids, positions = update.prompts.token_ids.long(), update.prompts.positions.long()
+            row_slots = update.row_slots.long()
+            self.lengths[slots] = update.prompts.ends.long()
+        else:
             token_ids, positions, row_slots = self.last_token[slots], self.lengths[slots], slots
             self.lengths[slots] = positions + 1
-        else:
-            for segment, table in zip(update.batch.segments, update.pages, strict=True):
-                self.block_table[segment.slot, : len(table)] = table
-            token_ids, positions = update.token_ids.long(), update.positions.long()
-            row_slots = update.row_slots.long()
-            self.lengths[slots] = update.ends.long()
         return BatchTensors(
             token_ids=token_ids,
             positions=positions,
@@ -157,6 +176,12 @@ class SlotTables:
             logit_rows=update.logit_rows.long(),
             block_table=self.block_table,
         )
+
+
+def _put_block_tables(
+    chunks: tuple[PromptChunk, ...], upload: StepUpload
+) -> tuple[tuple[int, Tensor], ...]:
+    return tuple((c.slot, upload.put(np.asarray(c.pages, np.int32))) for c in chunks)
 
 
 def _put_logit_rows(batch: Batch, upload: StepUpload) -> Tensor:

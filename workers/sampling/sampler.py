@@ -171,7 +171,7 @@ class Sampler:
         rows need.
 
         Args:
-            chunks: what a prompt step computes, or what a decode step finds computed elsewhere.
+            chunks: what a prompt step computes, or those that arrive in a decode step.
             slots: the slot of each sampled row.
             positions: the position in its sequence of the token that each sampled row yields.
             upload: where to put what the device must know.

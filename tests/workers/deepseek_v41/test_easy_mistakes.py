@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from workers.models.deepseek_v41.attention import attention, indexer
 from workers.models.deepseek_v41.attention.compressor import Compressor
-from workers.models.deepseek_v41.attention.indexer import EntryChooser, Indexer
+from workers.models.deepseek_v41.attention.indexer import Indexer, TopKSelector
 from workers.models.deepseek_v41.attention.rope import Rotation, _frequencies, _yarn
 from workers.models.deepseek_v41.engram.layer import Engram
 from workers.models.deepseek_v41.linear import RMSNorm
@@ -73,9 +73,9 @@ def one_rope(driver, patch):
 
 
 def no_candidate_filter(driver, patch):
-    original = EntryChooser.choose
+    original = TopKSelector.select
     patch.setattr(
-        EntryChooser, "choose", lambda self, role, query, blocks: original(self, role, query, None)
+        TopKSelector, "select", lambda self, role, query, blocks: original(self, role, query, None)
     )
 
 
@@ -86,14 +86,14 @@ def newest_block_not_kept(driver, patch):
         best = padded.view(len(scores), -1, size).amax(-1)
         return indexer.largest(best, self._config.candidate_topk_blocks)
 
-    patch.setattr(EntryChooser, "_best_blocks", best_blocks)
+    patch.setattr(TopKSelector, "_best_blocks", best_blocks)
 
 
 def reuse_the_earlier_choice(driver, patch):
-    original = Layer._choose
+    original = Layer._select
     patch.setattr(
         Layer,
-        "_choose",
+        "_select",
         lambda self, *args: None if self.role.filters_by_candidates else original(self, *args),
     )
 
@@ -108,7 +108,7 @@ def visible_entries_shifted(by):
     """As if rows were `by(ratio)` positions later; there are no entries after the last token's."""
 
     def mistake(driver, patch):
-        original = EntryChooser.choose
+        original = TopKSelector.select
 
         def choose(self, role, *args):
             rows, last = self._rows, self._rows.spans[0].end - 1
@@ -118,7 +118,7 @@ def visible_entries_shifted(by):
             finally:
                 self._rows = rows
 
-        patch.setattr(EntryChooser, "choose", choose)
+        patch.setattr(TopKSelector, "select", choose)
 
     return mistake
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from workers.models.deepseek_v41.attention.attention import Attention
-from workers.models.deepseek_v41.attention.indexer import EntryChooser
+from workers.models.deepseek_v41.attention.indexer import TopKSelector
 from workers.models.deepseek_v41.model.model import Layer
 from workers.models.deepseek_v41.moe.moe import Gate, MoE
 
@@ -56,7 +56,7 @@ def seen(make_driver, golden):
         record(patch, Attention, "output", put("attn_out"))
         record(patch, MoE, "forward", put("ffn_out"))
         record(patch, Gate, "forward", experts)
-        record(patch, EntryChooser, "choose", choice)
+        record(patch, TopKSelector, "select", choice)
         prompt = driver.prompt(golden("v41_tiny", "golden")["p37.input_ids"])
         driver.prefill(prompt)
     caches, page = driver.caches, torch.tensor([[prompt.pages[0]]])

@@ -12,6 +12,8 @@ from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.sequence import Sequence
 
 LENGTHS = (37, 130, 300)
+LEAST_GAP = 3e-4
+"""Between the two best logprobs of a greedy step: a closer choice may fall either way."""
 GREEDY = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=6, temperature=1.0, top_k=50, seed=1, logprobs=0)
 
@@ -43,6 +45,9 @@ def run(engine, prompts, *, chunk, sampling=GREEDY, seeds=None):
             unfinished -= row.finish != RUNNING
             if row.logprobs is not None:
                 logprobs[row.sequence.key].append(row.logprobs.chosen)
+                if sampling.temperature == 0 and sampling.logprobs >= 2:
+                    best, second = row.logprobs.top_logprobs[:2]
+                    assert best - second > LEAST_GAP, "take other prompts"
     scheduler.check_integrity()
     tokens = [sequence.generated for sequence in sequences]
     return tokens, [logprobs[s.key] for s in sequences], scheduler.counts.preemptions
@@ -71,11 +76,13 @@ def test_preempted_and_recomputed(make_driver, golden, prompts, keep):
     driver = make_driver(keep_tokens=keep, kv_cache_gb=5.5 * page / 1e9)
     assert driver.engine.info.num_pages == 5
     prompts = [prompts[1][:120], prompts[2][:250], prompts[1][:125], prompts[0]]
-    some = replace(GREEDY, max_tokens=16)
-    together, _, preemptions = run(driver.engine, prompts, chunk=64, sampling=some)
+    some = replace(GREEDY, max_tokens=16, logprobs=2)
+    together, logprobs, preemptions = run(driver.engine, prompts, chunk=64, sampling=some)
     assert preemptions > 0
-    alone = [run(driver.engine, [ids], chunk=512, sampling=some)[0][0] for ids in prompts]
-    assert together == alone
+    for ids, tokens, of_tokens in zip(prompts, together, logprobs, strict=True):
+        alone, logprobs_alone, _ = run(driver.engine, [ids], chunk=512, sampling=some)
+        assert tokens == alone[0]
+        np.testing.assert_allclose(of_tokens, logprobs_alone[0], atol=1e-4, rtol=0)
 
 
 def test_batch_invariant_results_do_not_differ_by_a_bit(make_driver, prompts):

@@ -1,11 +1,14 @@
 """States cut out of a slot and continued elsewhere, as a prefix cache does."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from tests.support.engines import DirectUpload, batch_tensors
 from workers.attention.batch import LogitRow, Segment
+from workers.contract import DecodeRow, StepPlan
 from workers.models.deepseek_v41.engram.hashing import BORDER
 from workers.models.deepseek_v41.steps.step import StepBuilder
 
@@ -115,3 +118,17 @@ def test_lost_windows_are_replayed_from_the_embeddings(driver, golden, ids):
         logits = driver.network(inputs.step(tensors), caches)
     assert len(logits) == 16
     driver.check_golden(golden("v41_tiny", "golden_replay"), "p300.hit256.keep24", cold, logits)
+
+
+def test_a_sequence_that_arrives_to_decode_goes_on(driver, golden, ids):
+    """Pages and state are there already: only the tables, the look-back and the token are told anew."""
+    prompt = driver.prompt(ids, slot=0)
+    with torch.inference_mode():
+        driver.prefill(prompt)
+        driver.engram._tails.fill_(BORDER)
+    expected = golden("v41_tiny", "golden_replay")
+    first, second = expected["p300.keep24.greedy"].tolist()[:2]
+    known = replace(prompt, ids=[*prompt.ids, first])
+    arrival = known.chunk(300, 301, begin=True)
+    plan = StepPlan(0, decodes=(DecodeRow(0, 300),), arrivals=(arrival,))
+    assert driver.engine.launch(plan).collect().tokens.tolist() == [second]

@@ -19,7 +19,6 @@ class Linear(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features], in the weight's type."""
         return functional.linear(x.to(self.weight.dtype), self.weight)
 
 
@@ -34,7 +33,6 @@ class RMSNorm(nn.Module):
         self.weight = float32_parameter(size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the type of `x`."""
         wide = x.float()
         return (wide * inverse_rms(wide, self.eps) * self.weight).to(x.dtype)
 

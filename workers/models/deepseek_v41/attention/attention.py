@@ -55,7 +55,6 @@ class Attention(nn.Module):
         return rotation.apply_(queries), low_rank
 
     def window_kv(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """This layer's own window KV [T,D]."""
         return rotation.apply_(self.kv_norm(self.wkv(x)))
 
     def output(self, heads: Tensor, rotation: Rotation) -> Tensor:
@@ -85,7 +84,7 @@ def attend(
         window_keys: what `ServingCaches.exchange_window` returned.
         caches: where the global entries are.
         source: their kv source; None: window only.
-        address: int64 [T,K] as in `Choice.address`; None: window only.
+        address: int64 [T,K] as in `TopKSelection.address`; None: window only.
         sink: float32 [H], a logit without a value.
     """
     no_entries = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)

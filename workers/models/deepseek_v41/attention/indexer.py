@@ -58,7 +58,7 @@ class Indexer(nn.Module):
 
 
 @dataclass
-class Choice:
+class TopKSelection:
     """What an index source hands down to the layers after it."""
 
     address: Tensor
@@ -69,7 +69,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class IndexQuery:
-    """The rows' side of a choice."""
+    """The rows' side of a selection."""
 
     queries: Tensor
     """[T,H,Di], rounded as the keys are."""
@@ -85,8 +85,8 @@ class _Part(NamedTuple):
     spans: tuple[Span, ...]
 
 
-class EntryChooser:
-    """Chooses entries for one step; shared by all index sources of a group of rows."""
+class TopKSelector:
+    """Selects the top-k entries of every row of a step; shared by all index sources of a group of rows."""
 
     def __init__(
         self, config: ModelConfig, caches: ServingCaches, rows: Rows, block_tables: Tensor
@@ -97,13 +97,15 @@ class EntryChooser:
         self._block_tables = block_tables
         self._batch_invariant = rows.tiles is not None
 
-    def choose(self, role: LayerRole, query: IndexQuery, filtered_by: Tensor | None) -> Choice:
+    def select(
+        self, role: LayerRole, query: IndexQuery, filtered_by: Tensor | None
+    ) -> TopKSelection:
         """The entries for every row.
 
         Args:
             role: of the index source.
             query: of all rows.
-            filtered_by: `Choice.candidates` of the candidate source, for sources that follow it.
+            filtered_by: `TopKSelection.candidates` of the candidate source, for sources that follow it.
         """
         assert role.kv_source is not None
         config, rows, ratio = self._config, self._rows, role.ratio
@@ -132,7 +134,7 @@ class EntryChooser:
                 scores.masked_fill_(~allowed, -torch.inf)
             picked = _numbers(largest(scores, config.index_topk), config.index_topk)
             chosen[part.rows] = functional.pad(picked, (0, width), value=-1)[:, :width]
-        return Choice(self._addresses(role.kv_source, ratio, chosen), candidates)
+        return TopKSelection(self._addresses(role.kv_source, ratio, chosen), candidates)
 
     def _parts(self, ratio: int) -> list[_Part]:
         """Rows to score together, `_SCORE_ELEMENTS` at most.
@@ -182,7 +184,6 @@ class EntryChooser:
     def _invariant_scores(
         self, source: int, queries: Tensor, weights: Tensor, tables: Tensor, part: _Part
     ) -> Tensor:
-        """The same in products of one shape: a tile of rows with a tile of pages."""
         (span,) = part.spans
         first = span.start + part.rows.start - span.first_row
         tiles = position_tiles([(first, len(queries))])
@@ -244,7 +245,7 @@ def score_tile(queries: Tensor, weights: Tensor, keys: Tensor, limit: int) -> Te
 def largest(scores: Tensor, count: int) -> Tensor:
     """Mask of the `count` largest scores of each row; of equal ones the first, -inf never.
 
-    The choice depends on the row's scores alone, not on how many columns of -inf follow.
+    The mask depends on the row's scores alone, not on how many columns of -inf follow.
     """
     possible = scores > -torch.inf
     if scores.shape[1] <= count:

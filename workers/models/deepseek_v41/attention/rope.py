@@ -50,18 +50,17 @@ class Rope:
         """float32 [rotary_dim / 2], radians per position."""
 
     def __call__(self, positions: Tensor) -> Rotation:
-        """Rotation of int64 positions [N]; angles are computed in float32."""
         angles = positions.float()[:, None] * self.frequencies
         return Rotation(angles.cos(), angles.sin())
 
 
 def window_rope(config: ModelConfig, device: torch.device) -> Rope:
-    """Of layers of ratio 0."""
+    """For layers of ratio 0."""
     return Rope(_frequencies(config.qk_rope_head_dim, config.rope_theta).to(device))
 
 
 def compressed_rope(config: ModelConfig, device: torch.device) -> Rope:
-    """Of layers of ratio 1 and 2: queries, window KV, latents, indexer and output."""
+    """For layers of ratio 1 and 2: their queries, window KV, latents, indexer and output."""
     plain = _frequencies(config.qk_rope_head_dim, config.compress_rope_theta)
     scaled = _yarn(plain, config.qk_rope_head_dim, config.compress_rope_theta, config.rope_scaling)
     return Rope(scaled.to(device))
@@ -76,7 +75,6 @@ def _yarn(frequencies: Tensor, dim: int, theta: float, scaling: RopeScaling) -> 
     """Slow pairs are interpolated by `factor`, fast ones stay, those between are blended."""
 
     def pair_with(turns: float) -> float:
-        """The (fractional) pair that makes `turns` turns within the original context."""
         context = scaling.original_max_position_embeddings
         return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 

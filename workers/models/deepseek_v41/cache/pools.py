@@ -17,7 +17,7 @@ from workers.models.deepseek_v41.layout.row_layout import entries_per_page
 if TYPE_CHECKING:
     from workers.models.deepseek_v41.config.model_config import ModelConfig
     from workers.models.deepseek_v41.layout.row_layout import ServingLayout
-    from workers.models.deepseek_v41.steps.entries import Entries
+    from workers.models.deepseek_v41.steps.entries import CompressedEntries
     from workers.models.deepseek_v41.steps.rows import Rows
 
 
@@ -52,7 +52,6 @@ class ServingCaches:
     # ---- windows ----------------------------------------------------------------------------------
 
     def window_ring(self, layer: int) -> Tensor:
-        """uint8 [num_slots, ring, record] of a layer."""
         layout = self.layout
         ring = layout.encoder_ring if layer < self._first_decoder else layout.decoder_ring
         return _view(self.states, layout.window_offsets[layer], (ring, layout.records.window))
@@ -93,7 +92,9 @@ class ServingCaches:
         rows = self.pages[:, offset : offset + size][pages]
         return formats.decode_page(rows, entries).flatten(1, 2)
 
-    def write_entries(self, source: int, entries: Entries, main: Tensor, keys: Tensor) -> None:
+    def write_entries(
+        self, source: int, entries: CompressedEntries, main: Tensor, keys: Tensor
+    ) -> None:
         """Store main KV [G,D] and index keys [G,Di] of the entries that a step completes."""
         at = (entries.page, entries.place)
         self._main(source)[at] = self.formats.main.encode(main)
@@ -121,5 +122,4 @@ class ServingCaches:
 
 
 def _view(pool: Tensor, offset: int, shape: tuple[int, ...]) -> Tensor:
-    """View [rows, *shape] of the bytes from `offset` on in every row."""
     return torch.unflatten(pool[:, offset : offset + prod(shape)], 1, shape)

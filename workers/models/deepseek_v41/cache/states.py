@@ -98,7 +98,6 @@ def load_state(caches: ServingCaches, slot: int, stored: Tensor, position: int) 
 
 
 def _rings(row: Tensor, layout: ServingLayout, ring: int) -> Tensor:
-    """View [encoder layers, ring, record] of a row that begins with the encoder's rings."""
     record = layout.records.window
     step = layout.ring_bytes(ring)
     layers = row[: layout.stored_layers * step].view(layout.stored_layers, step)

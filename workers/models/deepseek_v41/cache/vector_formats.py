@@ -110,7 +110,6 @@ class CompactVectors:
 def serving_formats(
     config: ModelConfig, kv_format: KVFormat, compute: torch.dtype
 ) -> ServingFormats:
-    """The formats of all caches, decoding to the compute type."""
     head, index = config.head_dim, config.index_head_dim
     if kv_format == "compact":
         return ServingFormats(

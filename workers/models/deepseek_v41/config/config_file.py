@@ -136,7 +136,6 @@ def read_config(model_dir: Path, overrides: Mapping[str, object] | None = None) 
 def parse_config(
     tree: Mapping[str, object], overrides: Mapping[str, object] | None = None
 ) -> ModelConfig:
-    """As `read_config`, from the content of a `config.json`."""
     whole, changes = _settings(tree), _settings(overrides or {})
     layers = changes.get("text_config.num_hidden_layers")
     all_layers = whole.get("text_config.num_hidden_layers")
@@ -179,7 +178,6 @@ def _leaves(tree: Mapping[str, object], prefix: str) -> Iterator[tuple[str, obje
 
 
 def _published_name(path: str) -> str | None:
-    """None: it means nothing here."""
     if path == "torch_dtype":
         return "dtype"
     if path in _KNOWN or path.startswith(_QUANTIZATION):
@@ -189,7 +187,7 @@ def _published_name(path: str) -> str | None:
     name = path.removeprefix(_TEXT)
     first = name.partition(".")[0]
     if first in _IGNORED_TEXT or first.startswith(_DRAFT_PREFIX):
-        return None
+        return None  # it means nothing here
     return _TEXT + _ALIASES.get(name, name)
 
 

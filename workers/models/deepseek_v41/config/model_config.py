@@ -145,7 +145,6 @@ class ModelConfig:
 
     @property
     def engram_row_count(self) -> int:
-        """Rows that a token reads from one Engram table: n-gram sizes times heads."""
         return (self.engram_max_ngram_size - 1) * self.engram_n_heads
 
     def check_keep_tokens(self, keep_tokens: int) -> None:

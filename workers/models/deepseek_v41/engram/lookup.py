@@ -84,7 +84,6 @@ class EngramLookup:
         return embeddings
 
     def decodes(self, slots: Sequence[int], tokens: Tensor) -> dict[int, Tensor]:
-        """The same for one token a slot, int64 [B] on the host."""
         index = torch.tensor(slots, dtype=torch.int64)
         joined = torch.cat((self._tails[index], self._hash.compressed_ids(tokens)[:, None]), dim=1)
         self._tails[index] = joined[:, 1:]
@@ -96,7 +95,6 @@ class EngramLookup:
         return self._hash.compressed_ids(torch.from_numpy(tokens.copy()))
 
     def _hint_next(self, slot: int, start: int, count: int) -> None:
-        """Have the rows of what is probably the next chunk read from disk meanwhile."""
         back = self._hash.look_back
         if start < back:  # it looks back to borders, too: left to that chunk itself
             return
@@ -121,7 +119,6 @@ class EngramLookup:
         return self._warmup is not None and self._warmup.complete
 
     def _embeddings(self, row_ids: Tensor) -> dict[int, Tensor]:
-        """By layer, of row ids [T,layers,rows]."""
         return {
             layer: table.lookup(row_ids[:, i], self._dtype, self._device)
             for i, (layer, table) in enumerate(self._tables.items())

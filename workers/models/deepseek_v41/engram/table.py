@@ -52,26 +52,16 @@ class EngramTable(Protocol):
         """
         ...
 
-    def prefetch(self, row_ids: torch.Tensor) -> None:
-        """Start to read rows that will be looked up soon. Returns at once; a mere hint."""
-        ...
+    def prefetch(self, row_ids: torch.Tensor) -> None: ...
 
-    def close(self) -> None:
-        """Let go of the table. Idempotent."""
-        ...
+    def close(self) -> None: ...
 
 
 def open_engram_table(checkpoint: Checkpoint, layer: int) -> MappedEngramTable:
-    """Map the table of `layer`. Reads nothing yet.
-
-    Raises:
-        ModelLoadError: its file cannot be mapped.
-    """
     return MappedEngramTable(*stored_tensors(checkpoint, [layer]))
 
 
 def stored_tensors(checkpoint: Checkpoint, layers: Sequence[int]) -> list[StoredTensor]:
-    """Where the tables of `layers` lie: of each the rows, and their scales if they are quantised."""
     found = []
     for layer in layers:
         name = f"layers.{layer}.engram.embed.weight"
@@ -151,7 +141,6 @@ class _MappedRows:
         self._rows: torch.Tensor | None = flat.view(stored.shape[0], self.row_bytes)
 
     def gather(self, ids: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """uint8 `[len(ids), row_bytes]` on `device`."""
         if self._rows is None:
             raise ValueError("the table is closed")
         staging = torch.empty(
@@ -161,7 +150,6 @@ class _MappedRows:
         return staging.to(device, non_blocking=True)
 
     def read_ahead(self, ids: npt.NDArray[np.int64], cancelled: threading.Event) -> None:
-        """Ask the kernel to read the pages of rows `ids` that it does not have yet."""
         first = self._offset + ids * self.row_bytes
         pages = np.unique(np.concatenate([first, first + self.row_bytes - 1]) // mmap.PAGESIZE)
         if not len(pages):

@@ -88,7 +88,6 @@ def token_map_from_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> torch
 
 
 def dummy_token_map(config: ModelConfig) -> torch.Tensor:
-    """A map for random weights, which go with any tokenizer."""
     return torch.arange(config.vocab_size) % config.engram_compressed_vocab_size
 
 

@@ -55,14 +55,12 @@ class EngramWarmup:
         self._thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the end; False: it still reads."""
         if self._thread is not None:
             self._thread.join(seconds)
             return not self._thread.is_alive()
         return True
 
     def close(self) -> None:
-        """Stop reading. Idempotent."""
         self._cancelled.set()
         if self._thread is not None:
             self._thread.join()

@@ -41,11 +41,9 @@ class RecordFormat:
     """A group whose largest magnitude is below this is scaled as if it were this."""
 
     def data_bytes(self, width: int) -> int:
-        """Bytes of the values of a vector of `width` channels."""
         return width if self.element == "e4m3" else width // 2
 
     def record_bytes(self, width: int) -> int:
-        """Bytes of a whole record: values and one byte a scale."""
         return self.data_bytes(width) + width // self.group
 
     def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,7 +61,6 @@ class RecordFormat:
         return pack_fp4(scaled), scale
 
     def dequantize(self, data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """What `quantize` kept, as float32 `[..., width]`; exact."""
         values = as_e4m3(data).to(torch.float32) if self.element == "e4m3" else unpack_fp4(data)
         factor = scale_values(scale) if self.scale == "e8m0" else as_e4m3(scale).to(torch.float32)
         return (in_groups(values, self.group) * factor.unsqueeze(-1)).flatten(-2)
@@ -87,7 +84,6 @@ class RecordFormat:
         return self.dequantize(*self.quantize(x)).to(x.dtype)
 
     def _scales(self, peak: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scale bytes and their values, both of the shape of `peak`."""
         if self.scale == "e4m3":
             code = (peak / _E2M1_MAX).clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
             return code.view(torch.uint8), code.to(torch.float32)

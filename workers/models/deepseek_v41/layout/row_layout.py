@@ -23,7 +23,8 @@ KVFormat = Literal["float32", "bfloat16", "float16", "compact"]
 """`compact`: FP4 main KV and index keys, FP8 windows, in the formats the model was trained with."""
 
 BACKTRACK_TOKENS: Final = 6
-"""How many of the newest positions may be taken back while a full window stays available."""
+"""Ring entries beyond the window, as in the state rows of the model's released engine: so many of the
+newest positions can be taken back while a full window stays available."""
 
 _TENSOR_ALIGNMENT: Final = 32
 _PAGE_ALIGNMENT: Final = 128
@@ -69,17 +70,14 @@ class ServingLayout:
     """kv source of a ratio above 1 -> entries of its tail ring."""
 
     def ring_bytes(self, ring: int) -> int:
-        """Bytes from one window ring of `ring` entries to the next."""
         return _aligned(ring * self.records.window)
 
 
 def entries_per_page(ratio: int) -> int:
-    """Entries of the global KV that the tokens of a page complete."""
     return PAGE_TOKENS // ratio
 
 
 def record_sizes(config: ModelConfig, kv_format: KVFormat) -> RecordSizes:
-    """Bytes of one entry of each cache."""
     head, index = config.head_dim, config.index_head_dim
     if kv_format == "compact":
         index_data = INDEX_KEY.data_bytes(index)
@@ -164,7 +162,6 @@ class _Row:
         self.tensors: list[TensorSlice] = []
 
     def add(self, name: str, entries: int, record_bytes: int, *, aligned: bool = False) -> int:
-        """Append `entries` records and return where they start."""
         return self._append(
             name, (entries, record_bytes // _SIZE_OF[self._dtype]), self._dtype, aligned
         )

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 
 def load(settings: EngineSettings, device: torch.device, observer: LoadObserver) -> LoadedModel:
-    """A `LoadModel`."""
     model_dir = Path(settings.model_dir)
     config = read_config(model_dir, settings.hf_overrides)
     if settings.keep_tokens:

@@ -47,11 +47,6 @@ class WeightLoader:
         self._block = quantization.weight_block_size if quantization else (1, 1)
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Fill all parameters. The Engram tables are not among them.
-
-        Raises:
-            ModelLoadError: the source failed or lacks a tensor.
-        """
         for shard in self._source.shards(_is_parameter, progress):
             for name, stored in shard:
                 if not name.endswith(_SCALE):

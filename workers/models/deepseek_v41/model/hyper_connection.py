@@ -44,7 +44,6 @@ class HyperConnection(nn.Module):
         self.scale = float32_parameter(3)
 
     def forward(self, stream: Tensor) -> Mix:
-        """Mix of a stream [T,n,D]."""
         n = self.copies
         flat = stream.flatten(1).float()
         z = (flat @ self.fn.T) * inverse_rms(flat, self.norm_eps)
@@ -70,6 +69,5 @@ def collapse(stream: Tensor, pre: Tensor) -> Tensor:
 
 
 def expand(output: Tensor, stream: Tensor, mix: Mix) -> Tensor:
-    """The stream after a sublayer with this `output` [T,D]."""
     kept = torch.bmm(mix.comb.transpose(1, 2), stream.float())
     return (mix.post[:, :, None] * output.float()[:, None] + kept).to(stream.dtype)

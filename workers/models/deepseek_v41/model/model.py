@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from workers.attention.row_tiles import map_rows
 from workers.models.deepseek_v41.attention.attention import Attention, attend
-from workers.models.deepseek_v41.attention.indexer import Choice, EntryChooser, IndexQuery
+from workers.models.deepseek_v41.attention.indexer import IndexQuery, TopKSelection, TopKSelector
 from workers.models.deepseek_v41.attention.rope import Rotation, compressed_rope, window_rope
 from workers.models.deepseek_v41.engram.layer import Engram
 from workers.models.deepseek_v41.linear import Linear, RMSNorm, batched_product
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from workers.models.deepseek_v41.attention.rope import Rope
     from workers.models.deepseek_v41.cache.pools import ServingCaches
     from workers.models.deepseek_v41.config.model_config import LayerRole, ModelConfig
-    from workers.models.deepseek_v41.steps.entries import Entries
+    from workers.models.deepseek_v41.steps.entries import CompressedEntries
     from workers.models.deepseek_v41.steps.rows import Rows
     from workers.models.deepseek_v41.steps.step import Step
 
 
-class Pass:
-    """What travels down the stack beside the stream: the rows, their rotations, and the choices that
-    index sources hand to the layers after them. It ends with the pass."""
+class ForwardContext:
+    """What travels down the stack beside the stream: the rows, their rotations, and the entries
+    that index sources select for the layers after them."""
 
     def __init__(self, model: DeepseekV41, step: Step, rows: Rows, caches: ServingCaches) -> None:
         self.rows = rows
@@ -41,8 +41,8 @@ class Pass:
         self.slots = step.slots
         self.window_rotation = model.window_rope(rows.positions)
         self.compressed_rotation = model.compressed_rope(rows.positions)
-        self.chooser = EntryChooser(model.config, caches, rows, step.block_tables)
-        self.choice: Choice | None = None
+        self.selector = TopKSelector(model.config, caches, rows, step.block_tables)
+        self.selection: TopKSelection | None = None
         self.candidates: Tensor | None = None
 
     def rotation(self, role: LayerRole) -> Rotation:
@@ -67,8 +67,6 @@ class Layer(nn.Module):
     def attention_input(
         self, stream: Tensor, pre: Tensor, embeddings: Tensor | None, rows: Rows
     ) -> tuple[Tensor, Tensor]:
-        """The stream after Engram, and what this layer's attention looks at [T,D]."""
-
         def compute(stream: Tensor, pre: Tensor, *engram: Tensor) -> tuple[Tensor, ...]:
             if engram:
                 stream = self.engram(stream, engram[0])
@@ -81,7 +79,6 @@ class Layer(nn.Module):
     def write_entries(
         self, x: Tensor, rows: Rows, step: Step, rope: Rope, caches: ServingCaches
     ) -> None:
-        """Make the entries that this step completes, and store them and the unfinished one."""
         source, entries = self.role.layer, step.entries[self.role.ratio]
         compressor, indexer = self.attn.compressor, self.attn.indexer
         (parts,) = rows.map(lambda x: (compressor.project(x),), x)
@@ -96,19 +93,23 @@ class Layer(nn.Module):
         main, keys = map_rows(finish, (members, entries.positions), entries.tiles)
         caches.write_entries(source, entries, main, keys)
 
-    def sublayers(self, stream: Tensor, x: Tensor, run: Pass) -> tuple[Tensor, Tensor]:
+    def sublayers(
+        self, stream: Tensor, x: Tensor, context: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
         """Attention on `x` and mixture of experts; returns the stream and the next `pre` mix."""
-        rows, rotation = run.rows, run.rotation(self.role)
+        rows, rotation = context.rows, context.rotation(self.role)
         queries, low_rank, window_kv = self._project(x, rotation, rows)
         if self.role.picks_topk:
-            self._choose(x, low_rank, rotation, run)
-        window_keys = run.caches.exchange_window(self.role.layer, run.slots, rows, window_kv)
-        address = run.choice.address if self.role.ratio and run.choice else None
+            self._select(x, low_rank, rotation, context)
+        window_keys = context.caches.exchange_window(
+            self.role.layer, context.slots, rows, window_kv
+        )
+        address = context.selection.address if self.role.ratio and context.selection else None
         heads = attend(
             queries,
             rows,
             window_keys,
-            run.caches,
+            context.caches,
             self.role.kv_source,
             address,
             self.attn.attn_sink,
@@ -135,16 +136,18 @@ class Layer(nn.Module):
         queries, low_rank, window_kv = rows.map(compute, x, rotation.cos, rotation.sin)
         return queries, low_rank, window_kv
 
-    def _choose(self, x: Tensor, low_rank: Tensor, rotation: Rotation, run: Pass) -> None:
+    def _select(
+        self, x: Tensor, low_rank: Tensor, rotation: Rotation, context: ForwardContext
+    ) -> None:
         def compute(x: Tensor, low_rank: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
             return self.attn.indexer.queries(x, low_rank, Rotation(cos, sin))
 
-        queries, weights = run.rows.map(compute, x, low_rank, rotation.cos, rotation.sin)
-        query = IndexQuery(run.caches.formats.index.rounded(queries), weights)
-        filtered_by = run.candidates if self.role.filters_by_candidates else None
-        run.choice = run.chooser.choose(self.role, query, filtered_by)
+        queries, weights = context.rows.map(compute, x, low_rank, rotation.cos, rotation.sin)
+        query = IndexQuery(context.caches.formats.index.rounded(queries), weights)
+        filtered_by = context.candidates if self.role.filters_by_candidates else None
+        context.selection = context.selector.select(self.role, query, filtered_by)
         if self.role.picks_candidates:
-            run.candidates = run.choice.candidates
+            context.candidates = context.selection.candidates
 
 
 class DeepseekV41(nn.Module):
@@ -171,12 +174,12 @@ class DeepseekV41(nn.Module):
         stream = self.embed.weight[step.token_ids][:, None].repeat(1, self.config.hc_mult, 1)
         pre = stream.new_zeros(len(rows), self.config.hc_mult, dtype=torch.float32)
         pre[:, 0] = 1
-        run = Pass(self, step, rows, caches)
+        context = ForwardContext(self, step, rows, caches)
         for layer in self.layers:
             assert isinstance(layer, Layer)
             role = layer.role
-            embeddings = step.embeddings(role.layer, run.rows)
-            stream, x = layer.attention_input(stream, pre, embeddings, run.rows)
+            embeddings = step.embeddings(role.layer, context.rows)
+            stream, x = layer.attention_input(stream, pre, embeddings, context.rows)
             if role.writes_kv:
                 layer.write_entries(x, rows, step, self.compressed_rope, caches)
             if role.layer == self.config.first_decoder_layer:
@@ -184,8 +187,8 @@ class DeepseekV41(nn.Module):
                     return None
                 if step.decoder_rows is not None:
                     stream, x = stream[step.decoder_rows], x[step.decoder_rows]
-                run = Pass(self, step, step.decoder, caches)
-            stream, pre = layer.sublayers(stream, x, run)
+                context = ForwardContext(self, step, step.decoder, caches)
+            stream, pre = layer.sublayers(stream, x, context)
         if not len(step.logit_rows):
             return None
         return self._logits(stream[step.logit_rows], pre[step.logit_rows], step)
@@ -199,7 +202,7 @@ class DeepseekV41(nn.Module):
 
 
 def _members(
-    parts: Tensor, entries: Entries, source: int, slots: Tensor, caches: ServingCaches
+    parts: Tensor, entries: CompressedEntries, source: int, slots: Tensor, caches: ServingCaches
 ) -> Tensor:
     """What the tokens of each entry contributed [G,ratio,1 or 2,D], from this step's rows or from the
     tail that an earlier step left; leaves this step's tail."""

@@ -59,20 +59,17 @@ class ServedDeepseekV41:
             self._lengths[segment.slot] = segment.end
         for chunk in (*plan.prompts, *plan.arrivals):
             self._replay_from[chunk.slot] = chunk.replay_from
-            if chunk.begin:
-                self._begin(chunk)
+            if chunk.begin and self.engram is not None:
+                known = chunk.tokens if chunk.history is None else chunk.history
+                self.engram.begin(chunk.slot, np.asarray(known, np.int32), chunk.start)
         if plan.is_prompt:
             embeddings = self._prompt_embeddings(plan.prompts)
         else:
+            for chunk in plan.arrivals:
+                self._collected[chunk.slot] = chunk.tokens[0]
             segments = tuple(s._replace(replay_from=self._replay_from[s.slot]) for s in segments)
             embeddings = self._decode_embeddings([s.slot for s in segments])
         self._inputs = self._builder.prepare(segments, batch.logit_rows, embeddings, upload)
-
-    def _begin(self, chunk: PromptChunk) -> None:
-        known = chunk.tokens if chunk.history is None else chunk.history
-        self._collected[chunk.slot] = known[-1]
-        if self.engram is not None:
-            self.engram.begin(chunk.slot, np.asarray(known, np.int32), chunk.start)
 
     def _prompt_embeddings(self, chunks: tuple[PromptChunk, ...]) -> Mapping[int, Tensor]:
         if self.engram is None:

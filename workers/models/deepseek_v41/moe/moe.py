@@ -60,7 +60,6 @@ class SharedExpert(nn.Module):
         self.w2 = Linear(config.moe_intermediate_size, config.hidden_size, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T,D] -> [T,D]."""
         y: Tensor = self.w2(swiglu(self.w1(x), self.w3(x), self.limit))
         return y
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Entries:
+class CompressedEntries:
     """Entries of one ratio that a step completes. G entries of `ratio` tokens, tail ring of R."""
 
     ratio: int
@@ -59,7 +59,7 @@ def entry_runs(spans: Sequence[Span], ratio: int, store_from: Sequence[int]) -> 
 
 @dataclass(frozen=True)
 class EntryInputs:
-    """The host's part of `Entries`. Tensors are int32 views of the step's upload."""
+    """The host's part of `CompressedEntries`. Tensors are int32 views of the step's upload."""
 
     ratio: int
     entry: Tensor
@@ -112,11 +112,11 @@ class EntryInputs:
             tiles=tiles,
         )
 
-    def entries(self, block_tables: Tensor) -> Entries:
+    def entries(self, block_tables: Tensor) -> CompressedEntries:
         """The device's part, once the upload is sent. `block_tables`: int64 [B,P]."""
         entry = self.entry.long()
         positions = entry * self.ratio
-        return Entries(
+        return CompressedEntries(
             ratio=self.ratio,
             positions=positions,
             members=self.members.long().view(-1, self.ratio),

@@ -33,7 +33,6 @@ class Span(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Position after the last row's."""
         return self.start + self.rows
 
 
@@ -127,11 +126,9 @@ class RowInputs:
 
     @property
     def count(self) -> int:
-        """How many rows there are."""
         return len(self.positions)
 
     def rows(self) -> Rows:
-        """The device's part, once the upload is sent."""
         positions, sequence, start = (x.long() for x in (self.positions, self.sequence, self.start))
         before = self.window - 1
         back = torch.arange(-before, 1, device=positions.device)

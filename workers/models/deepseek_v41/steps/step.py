@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from workers.attention.batch import BatchTensors, IntArray, LogitRow, Segment, StepUpload
     from workers.models.deepseek_v41.config.model_config import ModelConfig
     from workers.models.deepseek_v41.layout.row_layout import ServingLayout
-    from workers.models.deepseek_v41.steps.entries import Entries
+    from workers.models.deepseek_v41.steps.entries import CompressedEntries
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Step:
     """None: no row of this step runs through the decoder layers."""
     decoder_rows: Tensor | None
     """int64: rows of the encoder that the decoder keeps; None: all."""
-    entries: Mapping[int, Entries]
+    entries: Mapping[int, CompressedEntries]
     """By ratio."""
     logit_rows: Tensor
     """int64 [R]: rows of the decoder."""
@@ -47,7 +47,6 @@ class Step:
     """By layer: the table rows of each token, [T, rows * head_dim]."""
 
     def embeddings(self, layer: int, rows: Rows) -> Tensor | None:
-        """Engram embeddings of `rows`; None where the layer has no Engram."""
         found = self.engram.get(layer)
         if found is None or rows is self.encoder or self.decoder_rows is None:
             return found
@@ -69,7 +68,6 @@ class StepInputs:
     engram: Mapping[int, Tensor]
 
     def step(self, tensors: BatchTensors) -> Step:
-        """The device's part, once the upload is sent."""
         tables = tensors.block_table[tensors.slots, : self.pages].long()
         kept = self.decoder.count
         return Step(
@@ -159,7 +157,6 @@ class StepBuilder:
 def _spans(
     segments: Sequence[Segment], starts: Sequence[int], window_from: Sequence[int]
 ) -> tuple[Span, ...]:
-    """The rows from `starts` on, counted through."""
     spans, row = [], 0
     for segment, start, first in zip(segments, starts, window_from, strict=True):
         spans.append(Span(segment.slot, row, start, segment.end - start, first))
@@ -168,6 +165,5 @@ def _spans(
 
 
 def _kept_rows(encoder: tuple[Span, ...], decoder: tuple[Span, ...]) -> IntArray:
-    """Rows of `encoder` that are in `decoder` too."""
     first = [e.first_row + d.start - e.start for e, d in zip(encoder, decoder, strict=True)]
     return ragged_arange(np.array(first, np.int32), np.array([d.rows for d in decoder], np.int32))

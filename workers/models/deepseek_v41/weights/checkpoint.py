@@ -77,11 +77,6 @@ class Checkpoint:
     def shards(
         self, wanted: Callable[[str], bool] | None = None, progress: Progress | None = None
     ) -> Iterator[NamedTensors]:
-        """See `WeightSource`. One group a file, in the order of its bytes.
-
-        Raises:
-            ModelLoadError: while reading, when a file fails.
-        """
         by_file: dict[Path, list[tuple[str, StoredTensor]]] = {}
         for name, stored in self.tensors.items():
             if wanted is None or wanted(name):
@@ -98,11 +93,6 @@ class Checkpoint:
         return self.tensors[name].dtype in BYTE_DTYPES
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, as stored; a view of the mapped file.
-
-        Raises:
-            ModelLoadError: the file cannot be read.
-        """
         stored = self.tensors[name]
         try:
             handle = self._handle(stored.file)
@@ -114,7 +104,6 @@ class Checkpoint:
         return tensor.view(torch.uint8) if stored.dtype in BYTE_DTYPES else tensor
 
     def close(self) -> None:
-        """Let go of the files; tensors that are still views keep theirs."""
         self._open.clear()
 
     def _read_all(self, group: list[tuple[str, StoredTensor]], meter: _Meter) -> NamedTensors:
@@ -250,7 +239,6 @@ def _check(model_dir: Path, found: Mapping[str, StoredTensor], config: ModelConf
 
 
 def _check_experts_alike(found: Mapping[str, StoredTensor]) -> None:
-    """A matrix of all experts of a layer is one stack, so either all are packed FP4 or none is."""
     stacks: dict[tuple[str, str], dict[bool, list[StoredTensor]]] = {}
     for name, stored in found.items():
         expert = EXPERT_NAME.fullmatch(name)

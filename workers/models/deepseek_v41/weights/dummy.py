@@ -132,7 +132,6 @@ def _plan(tensor: ExpectedTensor, config: ModelConfig) -> _Plan:
 
 
 def _shaped_like(name: str, normal: torch.Tensor) -> torch.Tensor:
-    """Standard normal numbers brought to the range that a tensor of this name has."""
     if name == "embed.weight":
         return normal
     if name.endswith(("norm.weight", "q_weight", "k_weight", "_scale")):

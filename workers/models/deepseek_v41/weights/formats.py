@@ -74,12 +74,10 @@ def scale_values(scale: torch.Tensor) -> torch.Tensor:
 
 
 def as_e4m3(data: torch.Tensor) -> torch.Tensor:
-    """`data`, e4m3 or its bytes, as `float8_e4m3fn`; shares memory."""
     return data.view(torch.float8_e4m3fn)
 
 
 def in_groups(x: torch.Tensor, size: int) -> torch.Tensor:
-    """`[..., n * size]` as `[..., n, size]`."""
     return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
 

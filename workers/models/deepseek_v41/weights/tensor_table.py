@@ -54,17 +54,14 @@ class StoredShape:
 
 
 def scale_name(name: str) -> str:
-    """`a.weight` has its scale in `a.scale`."""
     return name.removesuffix("weight") + "scale"
 
 
 def is_engram_table(name: str) -> bool:
-    """Whether `name` is an Engram table or its scale: huge, and meant for the host's memory."""
     return ".engram.embed." in name
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, ExpectedTensor]:
-    """Every tensor of the text model by its released name, without scales."""
     width = config.hidden_size
     tensors = {
         "embed.weight": ExpectedTensor((config.vocab_size, width), "plain", "BF16"),

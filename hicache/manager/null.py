@@ -53,7 +53,7 @@ class NoTransfers:
 
     num_open = 0
 
-    def load(self, loads: Iterable[PrefixLoad], written_pages: IndexArray) -> None:
+    def load(self, loads: Iterable[PrefixLoad], written_pages: Callable[[], IndexArray]) -> None:
         pass
 
     def store(self, stores: Iterable[PrefixStore]) -> None:

@@ -207,6 +207,19 @@ def test_deepseek_v41_keeps_to_the_gpu(request, kv_format):
         load_state(caches, 2, cut_state(caches, 0, 256, 301), 256)
 
 
+def test_what_a_step_was_told_stays_while_the_next_is_launched(fake_gpu):
+    """The copy to the GPU may not have run yet."""
+    buffers = step_buffers.StepBuffers(GPU, 1, 8, 2, 4)
+    told = []
+    for step in range(4):
+        buffers.begin()
+        buffers.put(np.full(3, step, np.int32))
+        buffers.send()
+        told.append(buffers._mirrors[buffers._turn].array)
+        assert told[step][0] == step
+        assert step == 0 or told[step - 1][0] == step - 1
+
+
 def test_the_watch_sees_what_a_gpu_would_wait_for_or_refuse(fake_gpu):
     on_gpu, on_cpu = torch.zeros(3, device=GPU), torch.zeros(3)
     with Watch():

@@ -33,7 +33,7 @@ TRAFFIC = st.lists(
 
 
 def launch(rank, step: InFlightStep) -> None:
-    rank.transfers.load(step.plan.loads, step.plan.written_pages())
+    rank.transfers.load(step.plan.loads, step.plan.written_pages)
     step.launched = rank.engine.launch(step.plan)
     rank.transfers.store(step.plan.stores)
 

@@ -55,7 +55,7 @@ class Frontend:
             process.router_socket(TO_FRONTEND), settings.process.hello(), self
         )
         self._router = RouterClient(self._line.send, metrics)
-        self._gate = Gate(settings, metrics)
+        self._gate = Gate(settings, metrics, texts.max_token_bytes)
         self._daemon = DaemonClient(self._link.post, self._take)
         self._services = Services(
             settings=settings,

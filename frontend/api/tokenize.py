@@ -6,10 +6,11 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from frontend.api.openai_conversation import ConversationBody, Messages
+from frontend.api.prompt_bounds import check_length, check_text
 from frontend.api.routes_generate import receive_body
 from frontend.api.sampling import TokenId, check_ids, check_model
 from frontend.errors import bad_request
-from frontend.generation.request import ModelLimits, Prompt, chat_prompt, text_prompt
+from frontend.generation.request import ModelLimits, Prompt, text_prompt
 from frontend.http.call import call_of
 from frontend.http.json_body import decode_body
 from frontend.http.reply import send_bytes
@@ -48,8 +49,10 @@ def read_tokenize(body: bytes, limits: ModelLimits) -> Prompt:
     if len(texts) + (asked.messages is not None) != 1:
         raise bad_request("Give one of prompt, content and messages.", "prompt")
     if asked.messages is not None:
-        return chat_prompt(asked.conversation(asked.messages))
-    return text_prompt(texts[0], asked.add_special_tokens is not False)
+        return asked.chat_prompt(asked.messages, limits)
+    prompt = text_prompt(texts[0], asked.add_special_tokens is not False)
+    check_text(len(prompt.frame), "prompt" if asked.content is None else "content", limits)
+    return prompt
 
 
 def read_detokenize(body: bytes, limits: ModelLimits) -> list[int]:
@@ -60,6 +63,7 @@ def read_detokenize(body: bytes, limits: ModelLimits) -> list[int]:
     """
     asked = decode_body(body, _DETOKENIZE)
     check_model(asked.model, limits)
+    check_length(len(asked.tokens), "tokens", limits)
     check_ids(asked.tokens, "tokens", limits)
     return asked.tokens
 

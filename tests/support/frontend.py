@@ -71,6 +71,8 @@ class ByteDecoder:
 class ByteTexts:
     """The tokenizer of the tests."""
 
+    max_token_bytes = 1
+
     def decoder(self) -> ByteDecoder:
         return ByteDecoder()
 
@@ -258,7 +260,7 @@ class ServedFrontend:
         self.loop = asyncio.get_running_loop()
         metrics = FrontendMetrics(self.metrics)
         client = self.router.client = RouterClient(self.router.send, metrics)
-        self.gate = Gate(self.settings, metrics)
+        self.gate = Gate(self.settings, metrics, ByteTexts.max_token_bytes)
 
         async def ask_daemon(question: Query | CacheCommand) -> bytes:
             if isinstance(question, CacheCommand):

@@ -169,7 +169,7 @@ class Worker:
 
     def _launch(self, step: InFlightStep) -> None:
         step.launched_at = time.monotonic()
-        self._prefixes.transfers.load(step.plan.loads, step.plan.written_pages())
+        self._prefixes.transfers.load(step.plan.loads, step.plan.written_pages)
         step.launched = self._engine.launch(step.plan)
         self._prefixes.transfers.store(step.plan.stores)
 

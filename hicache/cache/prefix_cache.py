@@ -1,9 +1,9 @@
 """One rank's prefix cache: what a prompt may load, what a finished prefill stores.
 
-No byte is copied here. A caller looks up, loads what the `Hit` names, and releases it; or begins a
-store, copies what the `StorePlan` names, and commits it when the last byte has arrived. In between,
-host pages and states are pinned or belong to the plan, so nobody reads a row that is not whole and
-nobody overwrites one that is read. Nothing here waits: what does not fit is skipped and counted.
+No byte is copied here. A caller looks up, loads what the `Hit` names, and releases it; or begins one
+of the `stores`, copies what the `StorePlan` names, and commits it when the last byte has arrived. In
+between, host pages and states are pinned or belong to the plan, so nobody reads a row that is not whole
+and nobody overwrites one that is read. Nothing here waits: what does not fit is skipped and counted.
 
 A hit ends at a page border, leaves at least `replay_tokens` tokens to compute, and, for models with
 states, ends where a state was stored.
@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import count
 from typing import Final
 
 import msgspec
 
 from hicache.cache.index import ABSENT, PinnedPrefix
-from hicache.cache.outcomes import Hit, Miss, MissReason, StorePlan
+from hicache.cache.outcomes import Hit, Miss, MissReason
 from hicache.cache.pool_content import PoolContent
 from hicache.cache.stats import CacheCounts, CacheStats
-from hicache.cache.stores import Stores
+from hicache.cache.stores import PrefixLimits, Stores
 from hicache.copies.runs import IndexArray
 from hicache.keys import PromptKeys, prompt_keys
 from hicache.pool.host_pool import HostPool
@@ -56,16 +56,12 @@ class PrefixCache:
         """
         self._geometry = pool.geometry
         self._has_states = pool.geometry.state_bytes > 0
+        self._limits = PrefixLimits(page_tokens, replay_tokens)
         self._page_tokens = page_tokens
-        self._replay_tokens = replay_tokens
         self._content = PoolContent(pool, clock)
         self._counts = CacheCounts()
-        self._stores = Stores(
-            self._content,
-            pool.geometry,
-            self._counts,
-            page_tokens=page_tokens,
-            max_pending_bytes=max_pending_bytes,
+        self.stores = Stores(
+            self._content, pool.geometry, self._counts, self._limits, max_pending_bytes
         )
         self._serials = count()
         self._hits: dict[int, Hit] = {}
@@ -90,22 +86,8 @@ class PrefixCache:
             page_tokens=self._page_tokens,
         )
 
-    def anchors(self, num_tokens: int) -> tuple[int, ...]:
-        """Where a prefill of `num_tokens` tokens should leave states, longest first; none for models
-        without states.
-
-        The first serves a longer next turn, the second the same prompt again.
-        """
-        if not self._has_states:
-            return ()
-        ends = (num_tokens // self._page_tokens, self._most_pages(num_tokens))
-        return tuple(end * self._page_tokens for end in dict.fromkeys(ends) if end)
-
     def hit_keys(self, prompt: PromptKeys) -> tuple[bytes, ...]:
-        return prompt.keys[: self._most_pages(prompt.num_tokens)]
-
-    def _most_pages(self, num_tokens: int) -> int:
-        return max(0, num_tokens - self._replay_tokens) // self._page_tokens
+        return prompt.keys[: self._limits.hit_pages(prompt.num_tokens)]
 
     # ---- loading ------------------------------------------------------------------------------
 
@@ -126,7 +108,7 @@ class PrefixCache:
             return self._hit(PinnedPrefix(pages, state), num_tokens, matched)
         if matched:
             return self._miss(MissReason.NO_STATE, matched)
-        if not self._most_pages(prompt.num_tokens):
+        if not self._limits.hit_pages(prompt.num_tokens):
             return self._miss(MissReason.TOO_SHORT, 0)
         self._note_miss(request_id, prompt, 0, 0, MissReason.NO_PREFIX)
         return self._miss(MissReason.NO_PREFIX, 0)
@@ -186,69 +168,11 @@ class PrefixCache:
         )
         self._misses.append((self._content.next_stamp(), miss))
 
-    # ---- storing ------------------------------------------------------------------------------
-
-    def begin_store(
-        self, prompt: PromptKeys, anchors: Sequence[int] | None = None
-    ) -> StorePlan | None:
-        """Say which rows of a finished prefill to copy, and where to.
-
-        Pages that are there, or that another plan is storing, are left out.
-
-        Args:
-            prompt: the computed prompt.
-            anchors: positions, at page borders, whose state the engine still has; by default
-                `self.anchors`. Pages past the longest of them are not stored: nothing could hit them.
-
-        Returns:
-            None: there is nothing to copy, or it was skipped (see `CacheCounts.skipped_stores`).
-
-        Raises:
-            ValueError: an anchor is not at a page border of the prompt.
-        """
-        ends = self._anchor_pages(prompt, anchors)
-        keys = prompt.keys[: ends[0] if ends else 0] if self._has_states else prompt.keys
-        return self._stores.begin(keys, ends)
-
-    def _anchor_pages(self, prompt: PromptKeys, anchors: Sequence[int] | None) -> list[int]:
-        if not self._has_states:
-            return []
-        wanted = self.anchors(prompt.num_tokens) if anchors is None else anchors
-        for at in wanted:
-            if at % self._page_tokens or not 0 <= at <= prompt.num_tokens:
-                raise ValueError(
-                    f"A state cannot be kept at token {at} of {prompt.num_tokens}: it belongs to a "
-                    f"multiple of {self._page_tokens} within the prompt."
-                )
-        return sorted({at // self._page_tokens for at in wanted} - {0}, reverse=True)
-
-    def commit(self, plan: StorePlan) -> None:
-        """All rows of the plan have arrived: serve them.
-
-        Raises:
-            KeyError: the plan was committed or abandoned before.
-        """
-        self._stores.commit(plan)
-
-    def abandon(self, plan: StorePlan) -> None:
-        """The copy failed, and nothing writes to the plan's rows any more.
-
-        Raises:
-            KeyError: the plan was committed or abandoned before.
-        """
-        self._stores.abandon(plan)
-
     def flush(self) -> None:
         """Forget everything. Hits go on reading their rows; stores under way will not be served."""
         self._counts.flushes += 1
-        self._stores.flush()
+        self.stores.flush()
         self._content.flush()
-
-    def resume_keys(self, prompt: PromptKeys, anchors: Sequence[int] | None = None) -> list[bytes]:
-        """Where a hit can end once this prompt is stored with these anchors: keys of those pages."""
-        if not self._has_states:
-            return list(prompt.keys)
-        return [prompt.keys[end - 1] for end in self._anchor_pages(prompt, anchors)]
 
     # ---- for people ---------------------------------------------------------------------------
 
@@ -269,7 +193,7 @@ class PrefixCache:
             num_states=self._geometry.num_states,
             states_used=content.index.num_states,
             states_free=content.states.num_free,
-            pending_bytes=self._stores.pending_bytes,
+            pending_bytes=self.stores.pending_bytes,
             oldest_page_seconds=0.0 if oldest is None else content.seconds_since(oldest),
             recovered_pages=content.recovered_pages,
             recovered_states=content.recovered_states,
@@ -296,4 +220,4 @@ class PrefixCache:
         ]
 
     def check_integrity(self) -> None:
-        self._stores.check_integrity([hit.prefix for hit in self._hits.values()])
+        self.stores.check_integrity([hit.prefix for hit in self._hits.values()])

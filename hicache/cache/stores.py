@@ -7,6 +7,7 @@ another store is copying, and what it copied is dropped if the pages before it d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
@@ -17,7 +18,21 @@ from hicache.cache.outcomes import AnchorState, SkipReason, StorePlan
 from hicache.cache.pool_content import PoolContent
 from hicache.cache.stats import CacheCounts
 from hicache.copies.runs import IndexArray
+from hicache.keys import PromptKeys
 from hicache.pool.host_pool import PoolGeometry
+
+
+@dataclass(frozen=True)
+class PrefixLimits:
+    """Where prefixes of a prompt may end."""
+
+    page_tokens: int
+    replay_tokens: int
+    """Trailing tokens of a prompt that no hit may cover."""
+
+    def hit_pages(self, num_tokens: int) -> int:
+        """Pages of the longest hit of a prompt."""
+        return max(0, num_tokens - self.replay_tokens) // self.page_tokens
 
 
 class _Rows(NamedTuple):
@@ -40,15 +55,15 @@ class Stores:
         content: PoolContent,
         geometry: PoolGeometry,
         counts: CacheCounts,
-        *,
-        page_tokens: int,
+        limits: PrefixLimits,
         max_pending_bytes: int,
     ) -> None:
         self._content = content
         self._geometry = geometry
         self._has_states = geometry.state_bytes > 0
         self._counts = counts
-        self._page_tokens = page_tokens
+        self._limits = limits
+        self._page_tokens = limits.page_tokens
         self._max_pending_bytes = max_pending_bytes
         self._serials = count()
         self._plans: dict[int, StorePlan] = {}
@@ -62,16 +77,53 @@ class Stores:
     def pending_bytes(self) -> int:
         return self._pending_bytes
 
-    def begin(self, keys: tuple[bytes, ...], ends: list[int]) -> StorePlan | None:
-        """Plan a store and take the pages and states for it.
+    def anchors(self, num_tokens: int) -> tuple[int, ...]:
+        """Where a prefill of `num_tokens` tokens should leave states, longest first; none for models
+        without states.
+
+        The first serves a longer next turn, the second the same prompt again.
+        """
+        if not self._has_states:
+            return ()
+        ends = (num_tokens // self._page_tokens, self._limits.hit_pages(num_tokens))
+        return tuple(end * self._page_tokens for end in dict.fromkeys(ends) if end)
+
+    def resume_keys(self, prompt: PromptKeys, anchors: Sequence[int] | None = None) -> list[bytes]:
+        """Where a hit can end once this prompt is stored with these anchors: keys of those pages."""
+        if not self._has_states:
+            return list(prompt.keys)
+        return [prompt.keys[end - 1] for end in self._anchor_pages(prompt, anchors)]
+
+    def _anchor_pages(self, prompt: PromptKeys, anchors: Sequence[int] | None) -> list[int]:
+        if not self._has_states:
+            return []
+        wanted = self.anchors(prompt.num_tokens) if anchors is None else anchors
+        for at in wanted:
+            if at % self._page_tokens or not 0 <= at <= prompt.num_tokens:
+                raise ValueError(
+                    f"A state cannot be kept at token {at} of {prompt.num_tokens}: it belongs to a "
+                    f"multiple of {self._page_tokens} within the prompt."
+                )
+        return sorted({at // self._page_tokens for at in wanted} - {0}, reverse=True)
+
+    def begin(self, prompt: PromptKeys, anchors: Sequence[int] | None = None) -> StorePlan | None:
+        """Say which rows of a finished prefill to copy, and where to.
+
+        Pages that are there, or that another plan is storing, are left out.
 
         Args:
-            keys: of the pages to store.
-            ends: how many pages lie before each state to store, most first.
+            prompt: the computed prompt.
+            anchors: positions, at page borders, whose state the engine still has; by default
+                `self.anchors`. Pages past the longest of them are not stored: nothing could hit them.
 
         Returns:
-            None: there is nothing to copy, or it was skipped and counted.
+            None: there is nothing to copy, or it was skipped (see `CacheCounts.skipped_stores`).
+
+        Raises:
+            ValueError: an anchor is not at a page border of the prompt.
         """
+        ends = self._anchor_pages(prompt, anchors)
+        keys = prompt.keys[: ends[0] if ends else 0] if self._has_states else prompt.keys
         stamp = self._content.next_stamp()
         prefix = PinnedPrefix(self._content.index.match(keys), ABSENT)
         self._content.pin(prefix, stamp)
@@ -143,6 +195,11 @@ class Stores:
         return stored or key in self._storing_states
 
     def commit(self, plan: StorePlan) -> None:
+        """All rows of the plan have arrived: serve them.
+
+        Raises:
+            KeyError: the plan was committed or abandoned before.
+        """
         self._end(plan)
         num_pages, states = 0, []
         if plan.serial in self._flushed_plans:
@@ -161,6 +218,11 @@ class Stores:
         self._leave(plan, plan.host_pages[num_pages:], [s for s in plan.states if s not in states])
 
     def abandon(self, plan: StorePlan) -> None:
+        """The copy failed, and nothing writes to the plan's rows any more.
+
+        Raises:
+            KeyError: the plan was committed or abandoned before.
+        """
         self._end(plan)
         self._skip(SkipReason.COPY_FAILED)
         self._leave(plan, plan.host_pages, plan.states)

@@ -28,7 +28,7 @@ class Prefills:
 
         Whoever opens it closes it: when it is stored, or when it will not be.
         """
-        keys = self._cache.resume_keys(prompt, anchors)
+        keys = self._cache.stores.resume_keys(prompt, anchors)
         announcement = Announcement(tuple(keys), prompt.num_tokens, leader)
         self._open.add(announcement)
         for key in announcement.keys:

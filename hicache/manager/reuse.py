@@ -88,7 +88,7 @@ class PrefixReuse:
         computed, keys = ticket.num_computed, ticket.keys
         if ticket.announcement is None or keys is None or ticket.state_cut > computed:
             return
-        anchors = self._cache.anchors(keys.num_tokens)
+        anchors = self._cache.stores.anchors(keys.num_tokens)
         if not anchors:
             return
         page_tokens, last = self._cache.page_tokens, anchors[-1]
@@ -129,7 +129,7 @@ class PrefixReuse:
             ticket.keys = ticket.hit_keys = None
         assert announcement is not None
         announcement.leader = None
-        plan = self._cache.begin_store(keys, anchors)
+        plan = self._cache.stores.begin(keys, anchors)
         if plan is None:
             self._prefills.close(announcement)
             return None

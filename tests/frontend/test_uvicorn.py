@@ -51,7 +51,9 @@ METHODS: list[tuple[Callable, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("method", "parameters"), METHODS, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(
+    ("method", "parameters"), METHODS, ids=[method.__qualname__ for method, _ in METHODS]
+)
 def test_the_methods_have_their_parameters(method, parameters):
     found = list(inspect.signature(method).parameters)
     check(found == parameters, f"{method.__qualname__} takes {found} and not {parameters}")

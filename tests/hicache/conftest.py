@@ -68,9 +68,9 @@ class SmallCache:
 
     def store(self, tokens: list[int], anchors: tuple[int, ...] | None = None, salt="") -> bool:
         """Store a prompt; whether there was something to copy."""
-        plan = self.cache.begin_store(self.cache.keys(np.array(tokens, np.int32), salt), anchors)
+        plan = self.cache.stores.begin(self.cache.keys(np.array(tokens, np.int32), salt), anchors)
         if plan is not None:
-            self.cache.commit(plan)
+            self.cache.stores.commit(plan)
         self.cache.check_integrity()
         return plan is not None
 

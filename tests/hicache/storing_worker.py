@@ -39,7 +39,7 @@ def main() -> None:
     pool, cache = open_cache(fd)
     for prompt in count(first):
         keys = cache.keys(tokens_of(prompt))
-        plan = cache.begin_store(keys)
+        plan = cache.stores.begin(keys)
         assert plan is not None
         for done, (page, slot) in enumerate(zip(plan.blocks, plan.host_pages, strict=True)):
             key = np.frombuffer(keys.keys[page], np.uint8)
@@ -50,7 +50,7 @@ def main() -> None:
         for position, slot in plan.states:
             key = np.frombuffer(keys.keys[position // PAGE_TOKENS - 1], np.uint8)
             pool.states.memory[slot] = np.tile(key, GEOMETRY.state_bytes // len(key))
-        cache.commit(plan)
+        cache.stores.commit(plan)
         print(prompt, flush=True)
 
 

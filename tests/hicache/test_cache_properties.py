@@ -189,11 +189,11 @@ class CheckedCache:
     # ---- storing ----
 
     def begin_store(self, prompt: Prompt, extra_anchor: int | None = None) -> RunningStore | None:
-        anchors = list(self.cache.anchors(len(prompt.tokens)))
+        anchors = list(self.cache.stores.anchors(len(prompt.tokens)))
         if extra_anchor is not None and self.sizes.num_states:
             anchors.append(extra_anchor * PAGE)
         wanted = self.rows_to_store(prompt, anchors)
-        plan = self.cache.begin_store(self.cache.keys(prompt.array(), prompt.salt), anchors)
+        plan = self.cache.stores.begin(self.cache.keys(prompt.array(), prompt.salt), anchors)
         if plan is None:
             assert not self.exact or wanted == ([], set())
             return None
@@ -221,7 +221,7 @@ class CheckedCache:
             return
         self.running.remove(store)
         self.write(store, PAGE_BYTES)
-        self.cache.commit(store.plan)
+        self.cache.stores.commit(store.plan)
         if store.flushed:
             return
         for model, salt, tokens in store.pages:
@@ -233,7 +233,7 @@ class CheckedCache:
     def abandon(self, store: RunningStore) -> None:
         if store in self.running:
             self.running.remove(store)
-            self.cache.abandon(store.plan)
+            self.cache.stores.abandon(store.plan)
 
     def flush(self) -> None:
         self.cache.flush()
@@ -266,7 +266,7 @@ class CheckedCache:
             self.check_rows(reading)
             self.cache.release(reading.hit)
         for store in self.running:
-            self.cache.abandon(store.plan)
+            self.cache.stores.abandon(store.plan)
         self.cache.check_integrity()
         stats = self.cache.stats()
         assert stats.pages_pinned == stats.pending_bytes == 0

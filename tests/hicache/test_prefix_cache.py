@@ -41,10 +41,10 @@ def test_a_hit_ends_at_a_page_border_and_leaves_tokens_to_replay(make_cache, len
 
 def test_a_hit_names_the_slots_of_its_pages_in_order(make_cache):
     small = make_cache(num_pages=50)
-    plan = small.cache.begin_store(keys_of(small, numbered(16)))
+    plan = small.cache.stores.begin(keys_of(small, numbered(16)))
     assert plan.blocks.tolist() == [0, 1, 2, 3]
     assert plan.states == () and plan.num_bytes == 4 * 64
-    small.cache.commit(plan)
+    small.cache.stores.commit(plan)
     hit = lookup(small, numbered(12))
     assert hit.host_pages.tolist() == plan.host_pages[:2].tolist()
     assert hit.host_state == ABSENT
@@ -61,10 +61,10 @@ def test_a_hit_ends_where_a_state_is(make_cache):
 
 def test_two_anchors_serve_the_same_prompt_and_the_next_turn(make_cache):
     small = make_cache(num_pages=50, num_states=9)
-    assert small.cache.anchors(21) == (20, 16)
-    assert small.cache.anchors(23) == (20,), "both are the same"
-    assert small.cache.anchors(6) == (4,)
-    assert small.cache.anchors(3) == ()
+    assert small.cache.stores.anchors(21) == (20, 16)
+    assert small.cache.stores.anchors(23) == (20,), "both are the same"
+    assert small.cache.stores.anchors(6) == (4,)
+    assert small.cache.stores.anchors(3) == ()
     small.store(numbered(21))
     assert small.hit(numbered(21)) == 16
     assert small.hit(numbered(60)) == 20
@@ -72,7 +72,7 @@ def test_two_anchors_serve_the_same_prompt_and_the_next_turn(make_cache):
 
 def test_models_without_states_have_no_anchors(make_cache):
     small = make_cache(num_pages=50)
-    assert small.cache.anchors(21) == ()
+    assert small.cache.stores.anchors(21) == ()
 
 
 def test_a_branch_can_get_its_own_state(make_cache):
@@ -84,7 +84,7 @@ def test_a_branch_can_get_its_own_state(make_cache):
     second = shared + numbered(20, 200)
     miss = lookup(small, second)
     assert miss == Miss(MissReason.NO_STATE, 12)
-    small.store(second, (*small.cache.anchors(len(second)), miss.matched_tokens))
+    small.store(second, (*small.cache.stores.anchors(len(second)), miss.matched_tokens))
     assert small.hit(shared + numbered(20, 300)) == 12
 
 
@@ -92,7 +92,7 @@ def test_a_branch_can_get_its_own_state(make_cache):
 def test_a_state_within_a_page_or_beyond_the_prompt_is_an_error(make_cache, anchor):
     small = make_cache(num_pages=50, num_states=9)
     with pytest.raises(ValueError, match=f"at token {anchor} of 22"):
-        small.cache.begin_store(keys_of(small, numbered(22)), [anchor])
+        small.cache.stores.begin(keys_of(small, numbered(22)), [anchor])
     small.cache.check_integrity()
 
 
@@ -130,29 +130,29 @@ def test_only_what_is_missing_is_copied(make_cache):
     small = make_cache(num_pages=50, num_states=9)
     assert small.store(numbered(21))
     assert not small.store(numbered(21)), "all there"
-    plan = small.cache.begin_store(keys_of(small, numbered(32)))
+    plan = small.cache.stores.begin(keys_of(small, numbered(32)))
     assert plan.blocks.tolist() == [5, 6, 7]
     assert [state.position for state in plan.states] == [32, 28]
 
 
 def test_two_stores_at_once_share_the_work(make_cache):
     small = make_cache(num_pages=50)
-    first = small.cache.begin_store(keys_of(small, numbered(16)))
-    second = small.cache.begin_store(keys_of(small, numbered(32)))
+    first = small.cache.stores.begin(keys_of(small, numbered(16)))
+    second = small.cache.stores.begin(keys_of(small, numbered(32)))
     assert second.blocks.tolist() == [4, 5, 6, 7]
     assert small.hit(numbered(40)) == 0, "not before the rows are whole"
-    small.cache.commit(first)
+    small.cache.stores.commit(first)
     assert small.hit(numbered(40)) == 16
-    small.cache.commit(second)
+    small.cache.stores.commit(second)
     assert small.hit(numbered(40)) == 32
 
 
 def test_pages_behind_a_failed_store_are_not_served(make_cache):
     small = make_cache(num_pages=50)
-    first = small.cache.begin_store(keys_of(small, numbered(16)))
-    second = small.cache.begin_store(keys_of(small, numbered(32)))
-    small.cache.abandon(first)
-    small.cache.commit(second)
+    first = small.cache.stores.begin(keys_of(small, numbered(16)))
+    second = small.cache.stores.begin(keys_of(small, numbered(32)))
+    small.cache.stores.abandon(first)
+    small.cache.stores.commit(second)
     small.cache.check_integrity()
     stats = small.cache.stats()
     assert (stats.pages_used, stats.pages_free) == (0, 50)
@@ -189,7 +189,7 @@ def test_without_states_a_full_pool_keeps_the_beginning(make_cache):
 
 def test_with_states_a_prompt_longer_than_the_pool_keeps_what_has_a_state_and_fits(make_cache):
     small = make_cache(num_pages=5, num_states=2)
-    assert small.cache.anchors(24) == (24, 20)
+    assert small.cache.stores.anchors(24) == (24, 20)
     assert small.store(numbered(24))
     assert small.hit(numbered(24)) == 20
     stats = small.cache.stats()
@@ -214,25 +214,25 @@ def test_with_states_a_prompt_that_does_not_fit_evicts_nothing(make_cache):
 
 def test_bytes_under_way_are_bounded(make_cache):
     small = make_cache(num_pages=50, max_pending_bytes=6 * 64)
-    large = small.cache.begin_store(keys_of(small, numbered(40)))
+    large = small.cache.stores.begin(keys_of(small, numbered(40)))
     assert large is not None, "one may always go"
-    assert small.cache.begin_store(keys_of(small, numbered(4, 100))) is None
-    small.cache.commit(large)
-    first = small.cache.begin_store(keys_of(small, numbered(16, 200)))
-    second = small.cache.begin_store(keys_of(small, numbered(8, 300)))
+    assert small.cache.stores.begin(keys_of(small, numbered(4, 100))) is None
+    small.cache.stores.commit(large)
+    first = small.cache.stores.begin(keys_of(small, numbered(16, 200)))
+    second = small.cache.stores.begin(keys_of(small, numbered(8, 300)))
     assert small.cache.stats().pending_bytes == 6 * 64
-    assert small.cache.begin_store(keys_of(small, numbered(4, 400))) is None
+    assert small.cache.stores.begin(keys_of(small, numbered(4, 400))) is None
     assert small.cache.stats().counts.skipped_stores == {SkipReason.PENDING: 2}
-    small.cache.commit(first)
-    small.cache.abandon(second)
+    small.cache.stores.commit(first)
+    small.cache.stores.abandon(second)
     assert small.cache.stats().pending_bytes == 0
 
 
 def test_ending_anything_twice_is_an_error(make_cache):
     small = make_cache(num_pages=50)
-    plan = small.cache.begin_store(keys_of(small, numbered(16)))
-    small.cache.commit(plan)
-    for end in (small.cache.commit, small.cache.abandon):
+    plan = small.cache.stores.begin(keys_of(small, numbered(16)))
+    small.cache.stores.commit(plan)
+    for end in (small.cache.stores.commit, small.cache.stores.abandon):
         with pytest.raises(KeyError):
             end(plan)
     hit = lookup(small, numbered(16))
@@ -246,13 +246,13 @@ def test_flush_forgets_all_but_overwrites_nothing_that_is_read(make_cache):
     small = make_cache(num_pages=8)
     small.store(numbered(16))
     hit = lookup(small, numbered(16))
-    running = small.cache.begin_store(keys_of(small, numbered(8, 100)))
+    running = small.cache.stores.begin(keys_of(small, numbered(8, 100)))
     small.cache.flush()
     assert small.hit(numbered(16)) == 0
     small.store(numbered(32, 200))
     late = lookup(small, numbered(32, 200))
     assert not set(late.host_pages.tolist()) & set(hit.host_pages.tolist())
-    small.cache.commit(running)
+    small.cache.stores.commit(running)
     assert small.hit(numbered(8, 100)) == 0
     small.cache.release(hit)
     small.cache.release(late)
@@ -356,12 +356,12 @@ def test_rows_of_a_prompt_stay_together_in_a_pool_that_has_long_been_full(make_c
     for turn in range(2500):
         conversation = rng.choice(conversations)
         tokens = [conversation[0], *range(conversation[1])]
-        plan = small.cache.begin_store(keys_of(small, tokens))
+        plan = small.cache.stores.begin(keys_of(small, tokens))
         if plan is not None:
             if turn > 1500:
                 pages += len(plan.host_pages)
                 runs += 1 + int(np.count_nonzero(np.diff(plan.host_pages) != 1))
-            small.cache.commit(plan)
+            small.cache.stores.commit(plan)
         conversation[1] += rng.randrange(10, 60)
         if conversation[1] > 600:
             conversation[:] = [rng.randrange(1 << 30), rng.randrange(40, 400)]

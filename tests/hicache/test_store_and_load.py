@@ -39,13 +39,13 @@ def test_a_conversation_comes_back_from_the_pool_as_it_was_computed(make_cache):
         for row, key in zip(table, prompt.keys, strict=True):
             computed.setdefault(key, rng.integers(0, 256, 64, np.uint8))
             device[row] = computed[key]
-        plan = small.cache.begin_store(prompt)
+        plan = small.cache.stores.begin(prompt)
         if plan is not None:
             page_copier.store(table[plan.blocks], plan.host_pages)
             for position, slot in plan.states:
                 device_states[1, :32] = computed[prompt.keys[position // 4 - 1]][:32]
                 state_copier.store(np.array([1], np.int32), np.array([slot], np.int32))
-            small.cache.commit(plan)
+            small.cache.stores.commit(plan)
     assert hits > 50
     assert small.cache.stats().counts.evicted_pages > 100
     del page_copier, state_copier, pages, states

@@ -10,7 +10,6 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def number(value: int | None) -> str:
-    """1234567 -> 1,234,567"""
     return UNKNOWN if value is None else f"{value:,}"
 
 

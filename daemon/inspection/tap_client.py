@@ -79,7 +79,6 @@ class TapClient(InstanceClient):
         return found
 
     def notices(self) -> list[str]:
-        """Sentences on what became of the router since the last call."""
         notices, self._notices = self._notices, []
         return notices
 

@@ -59,7 +59,6 @@ class Totals:
             self._count((catalog.SOCKET_REFUSED_SENDS.name, where), socket.refused)
 
     def counter(self, metric: CounterMetric, *first_labels: str) -> float:
-        """Sum of a counter over all series whose labels begin with these."""
         width = len(first_labels)
         return sum(
             value

@@ -72,7 +72,6 @@ class HangWatch:
         return [hung for child in children if (hung := self._judge(child, now)) is not None]
 
     def next_silence(self, children: Iterable[Child]) -> float | None:
-        """When the next ready child will count as silent unless it is heard of before."""
         times = [child.snapshot_at + self._silent_seconds for child in children if child.ready]
         return min(times, default=None)
 

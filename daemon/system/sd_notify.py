@@ -56,7 +56,6 @@ class ServiceManager:
             del self._unsent[name]
 
     def close(self) -> None:
-        """Close the socket; what finds no room now is lost. Idempotent."""
         self.deliver()
         if self._socket is not None:
             self._socket.close()

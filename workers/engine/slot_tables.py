@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class PromptRows(NamedTuple):
-    """Of a prompt step: token and position of each row, and the length of each sequence after it."""
+    """The rows of a prompt step: token and position of each, and the length of each sequence after it."""
 
     token_ids: Tensor
     positions: Tensor

@@ -92,7 +92,6 @@ class BlockManager:
         return True
 
     def _slot_victim(self, sequence: Sequence) -> Sequence | None:
-        """Who gives up its slot for the sequence, while none is free."""
         return None if self._slots.num_free else self._last_after(sequence)
 
     def _promised(self, holder: Sequence) -> int:
@@ -116,7 +115,6 @@ class BlockManager:
         return min(stop, len(sequence.pages) * self.page_tokens)
 
     def _take_pages(self, sequence: Sequence, count: int) -> None:
-        """As many as there are, up to `count`."""
         while count > self._pages.num_free:
             victim = self._last_after(sequence)
             if victim is None:
@@ -138,7 +136,6 @@ class BlockManager:
             self._holders.remove(sequence)
 
     def _last_after(self, sequence: Sequence) -> Sequence | None:
-        """The last holder in order, if it comes after `sequence` and may be preempted."""
         for other in reversed(self._holders):
             if _gives_way(other, sequence):
                 return other

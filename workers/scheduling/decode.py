@@ -27,7 +27,6 @@ class Decode:
         self._keep_tokens = keep_tokens
 
     def fill(self, running: Iterable[Sequence]) -> tuple[StepRow, ...]:
-        """The next positions of those that run, given in order."""
         rows: list[StepRow] = []
         for sequence in list(running):
             if not sequence.may_decode:  # or no more: one before it took its pages

@@ -160,7 +160,6 @@ class Scheduler:
             self._finish(sequence)
 
     def throttle(self, request_id: RequestId, index: int, paused: bool) -> None:
-        """Leave a sequence out of decode steps, or take it in again."""
         for sequence in self._matching(request_id, index):
             sequence.paused = paused
 
@@ -291,7 +290,6 @@ class Scheduler:
         insort(self._running, sequence, key=lambda other: other.order)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take everything from a sequence; it starts over from its tokens when there is room."""
         self._leave_queue(sequence)
         self._release(sequence)
         self._enqueue(sequence)

@@ -120,7 +120,6 @@ class ApiClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connection; a further request opens a new one. Idempotent."""
         self._connection.close()
 
     def get(self, path: str) -> bytes:

@@ -203,7 +203,6 @@ def _compare(conversation: int, turn: int, off: StreamedAnswer, on: StreamedAnsw
 
 
 def difference(off: StreamedAnswer, on: StreamedAnswer) -> str:
-    """Say in words where two answers part; empty if they do not."""
     if off.text == on.text:
         if off.result() == on.result():
             return ""

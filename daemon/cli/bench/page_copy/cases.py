@@ -58,7 +58,6 @@ def prompts(seed: int = 0) -> list[CopyCase]:
 
 
 def scattered_rows(row_bytes: int, draw: Random) -> CopyCase:
-    """Single rows all over both pools; they merge only by chance."""
     count = min(MAX_ROWS, MAX_BYTES // row_bytes)
     device, host = (draw.sample(range(2 * count), 2 * count) for _ in range(2))
     pairs = RowPairs(np.array(device, np.int32), np.array(host, np.int32))

@@ -164,7 +164,6 @@ def _measure_copies(case: CopyCase, choice: CopyChoice, copier: GpuRowCopier) ->
 
 
 def _measure_link(device: torch.device) -> Rates:
-    """The plainest copy there is: one piece of page-locked memory."""
     host = [torch.zeros(LARGE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     rows = [torch.zeros(LARGE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from daemon.cli.check.event_stream import DATA, DONE
+from tests.support.waiting import eventually
 
 ROUNDS = 42
 CONCURRENT = 24
@@ -121,7 +122,7 @@ def left_over(server) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_a_thousand_clients_that_leave_leave_nothing(serve, eventually, within):
+def test_a_thousand_clients_that_leave_leave_nothing(serve, within):
     clients = [Client(*how) for how in itertools.product(WAYS, MOMENTS, (True, False))] * ROUNDS
     random.Random(3).shuffle(clients)
     assert len(clients) >= 1000

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from daemon.cli.check.event_stream import whole_stream
+from tests.support.waiting import eventually
 
 REQUESTS = 200
 TOKENS = 20
@@ -66,7 +67,7 @@ def check_rush(answers: list[tuple[int, bytes, bytes]]) -> Counter[int]:
     return Counter(status for status, _, _ in answers)
 
 
-def test_two_hundred_at_once_are_answered_or_told_to_come_again(serve, eventually):
+def test_two_hundred_at_once_are_answered_or_told_to_come_again(serve):
     options = {"engine": "fake", "fake_step_ms": 5, "max_num_seqs": 4, "max_waiting": 8}
     with serve(**options) as server:
         server.ready()
@@ -154,7 +155,7 @@ def all_run(server, count: int) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_slow_readers_are_paused_and_nobody_else_is(serve, eventually):
+def test_slow_readers_are_paused_and_nobody_else_is(serve):
     with (
         serve(
             engine="fake", fake_step_ms=1, max_num_seqs=READERS * CHOICES + 2,

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from daemon.cli.check.event_stream import whole_stream
+from tests.support.waiting import eventually
 
 BATCH = 40
 BATCHES = 25
@@ -315,7 +316,7 @@ def small_server(serve):
 
 
 @pytest.mark.slow
-def test_a_thousand_random_requests_leave_nothing(small_server, eventually):
+def test_a_thousand_random_requests_leave_nothing(small_server):
     server = small_server
     assert server.get("/v1/models").json["data"][0]["max_model_len"] == POOL_TOKENS
     pids = server.pids()

@@ -318,13 +318,6 @@ class ServedFrontend:
         assert event.wait(10)
         return done[0]
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
-        """Poll until the condition holds."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, "the condition did not come true in time"
-            time.sleep(0.005)
-
 
 @dataclass
 class HttpAnswer:

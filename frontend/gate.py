@@ -19,10 +19,17 @@ serves, where requests may come in. As long as a router may be silent without be
 class Gate:
     """Used on the loop's thread."""
 
-    def __init__(self, settings: FrontendSettings, metrics: FrontendMetrics) -> None:
+    def __init__(
+        self,
+        settings: FrontendSettings,
+        metrics: FrontendMetrics,
+        max_token_bytes: int | None = None,
+    ) -> None:
+        """`max_token_bytes` as in `ModelLimits`."""
         self.readiness = Readiness()
         self._settings = settings
         self._metrics = metrics
+        self._max_token_bytes = max_token_bytes
         self._changed = asyncio.Event()
 
     def take(self, news: News) -> None:
@@ -51,6 +58,7 @@ class Gate:
             model.max_model_len,
             settings.max_choices,
             settings.sampling_defaults,
+            self._max_token_bytes,
         )
 
     async def wait_to_accept(self) -> None:

@@ -71,6 +71,7 @@ class Worker:
         Raises:
             RouterRefusedError: the router does not take this worker.
             EngineError: the device failed.
+            PrefixLoadError: the device refuses to load what a step counts on.
         """
         poller = zmq.Poller()
         poller.register(stop.fd, zmq.POLLIN)

@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -27,6 +25,7 @@ from daemon.supervision.child_process import ChildSpec
 from daemon.supervision.supervisor import Supervisor
 from daemon.system.run_directory import RunDirectory
 from daemon.system.stop_signals import StopSignals
+from tests.support.waiting import eventually
 from transport.child import ProcessSettings
 from transport.ids import ProcessName
 from transport.sockets import Endpoints
@@ -120,7 +119,7 @@ class StandIns:
 
     def wait_for_line(self, *parts: str) -> str:
         """The first line of the journal that holds all parts."""
-        wait_until(lambda: self.lines(*parts))
+        eventually(lambda: self.lines(*parts))
         return self.lines(*parts)[0]
 
     def lines(self, *parts: str) -> list[str]:
@@ -131,14 +130,6 @@ class StandIns:
     def pid_of(self, name: str) -> int:
         rows = self.ask("processes")
         return next(row["pid"] for row in rows if row["name"] == name)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Look until it holds; fails after SECONDS."""
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.02)
 
 
 GROUP = {"router": "ready", "worker/0": "ready", "tokenizer/0": "ready", "frontend/0": "ready"}
@@ -182,8 +173,8 @@ def test_a_killed_child_is_started_again_and_frontends_hear_of_it(tmp_path, vict
         os.kill(old, signal.SIGKILL)
         if victim != "frontend/0":
             instance.wait_for_line("frontend/0", "status degraded", victim)
-        wait_until(lambda: instance.pid_of(victim) not in (old, None))
-        wait_until(lambda: instance.ask("status")["state"] == "ready")
+        eventually(lambda: instance.pid_of(victim) not in (old, None))
+        eventually(lambda: instance.ask("status")["state"] == "ready")
         row = next(r for r in instance.ask("processes") if r["name"] == victim)
         assert row["restarts"] == 1
         instance.wait_for_line("frontend/0", "status ready")
@@ -208,15 +199,15 @@ def test_it_is_not_ready_before_every_frontend_acts_on_it(tmp_path):
         )
         assert instance.ready_urls == []
         (tmp_path / "confirm").touch()
-        wait_until(lambda: instance.ready_urls)
+        eventually(lambda: instance.ready_urls)
         assert instance.ask("status")["state"] == "ready"
 
         (tmp_path / "confirm").unlink()
         os.kill(instance.pid_of("worker/0"), signal.SIGKILL)
-        wait_until(lambda: len(instance.lines("frontend/0", "status ready")) == 2)
+        eventually(lambda: len(instance.lines("frontend/0", "status ready")) == 2)
         assert instance.ask("status")["state"] == "degraded"
         (tmp_path / "confirm").touch()
-        wait_until(lambda: instance.ask("status")["state"] == "ready")
+        eventually(lambda: instance.ask("status")["state"] == "ready")
         assert len(instance.ready_urls) == 1
         instance.stop()
 
@@ -228,12 +219,12 @@ def test_the_successor_of_a_frontend_that_died_without_a_word_has_to_confirm_as_
         instance.wait_for_line("frontend/0", "status ready")
         old = instance.pid_of("frontend/0")
         os.kill(old, signal.SIGKILL)
-        wait_until(lambda: instance.pid_of("frontend/0") not in (old, None))
+        eventually(lambda: instance.pid_of("frontend/0") not in (old, None))
         new = instance.pid_of("frontend/0")
         instance.wait_for_line(f"frontend/0 {new} ", "status ready")
         assert instance.ask("status")["state"] == "starting"
         (tmp_path / "confirm").touch()
-        wait_until(lambda: instance.ready_urls)
+        eventually(lambda: instance.ready_urls)
         instance.stop()
 
     StandIns(tmp_path).run(RESERVED, meanwhile, at_once=True)
@@ -254,7 +245,7 @@ def test_every_router_is_told_of_a_worker_that_is_lost_for_good(tmp_path):
         os.kill(instance.pid_of("worker/0"), signal.SIGTERM)
         instance.wait_for_line(f"router {old} ", "PeerLost worker/0 for good")
         os.kill(old, signal.SIGKILL)
-        wait_until(lambda: instance.pid_of("router") not in (old, None))
+        eventually(lambda: instance.pid_of("router") not in (old, None))
         new = instance.pid_of("router")
         instance.wait_for_line(f"router {new} ", "PeerLost worker/0 for good")
         instance.stop()
@@ -267,8 +258,8 @@ def test_the_group_survives_the_death_of_all_children(tmp_path):
         pids = [instance.pid_of(name) for name in GROUP]
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: instance.ask("status")["state"] == "degraded")
-        wait_until(lambda: instance.ask("status")["state"] == "ready")
+        eventually(lambda: instance.ask("status")["state"] == "degraded")
+        eventually(lambda: instance.ask("status")["state"] == "ready")
         new = [instance.pid_of(name) for name in GROUP]
         assert not set(pids) & set(new)
         assert len({os.getpgid(pid) for pid in new}) == 1

@@ -14,6 +14,8 @@ import psutil
 import pytest
 
 from daemon.cli.check.event_stream import DATA, DONE
+from tests.support.raw_http import post_request
+from tests.support.waiting import eventually
 
 ROUNDS = 42
 CONCURRENT = 24
@@ -36,18 +38,12 @@ class Client:
 
     @property
     def request(self) -> bytes:
-        body = json.dumps(
-            {
-                "prompt": "hello the", "temperature": 0, "ignore_eos": True,
-                "max_tokens": SHORT if self.moment == "after the answer" else LONG,
-                "stream": self.streamed,
-            }
-        ).encode()  # fmt: skip
-        head = (
-            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-            "Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        )
-        return (head % len(body)).encode() + body
+        body = {
+            "prompt": "hello the", "temperature": 0, "ignore_eos": True,
+            "max_tokens": SHORT if self.moment == "after the answer" else LONG,
+            "stream": self.streamed,
+        }  # fmt: skip
+        return post_request("/v1/completions", body, close=False)
 
 
 def leave(client: Client, writer: asyncio.StreamWriter) -> None:
@@ -120,7 +116,7 @@ def left_over(server) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_a_thousand_clients_that_leave_leave_nothing(serve, eventually, within):
+def test_a_thousand_clients_that_leave_leave_nothing(serve, within):
     clients = [Client(*how) for how in itertools.product(WAYS, MOMENTS, (True, False))] * ROUNDS
     random.Random(3).shuffle(clients)
     assert len(clients) >= 1000

@@ -13,6 +13,7 @@ import zlib
 import pytest
 
 from tests.support.frontend import Script, request_http
+from tests.support.waiting import eventually
 from transport.messages.from_daemon import Drain, InstanceStatus
 from transport.messages.to_router import Submit
 
@@ -84,6 +85,8 @@ def raw_deflate(data: bytes) -> bytes:
         ("gzip, gzip", gzip.compress(RAW, mtime=0), 415),
         ("br", RAW, 415),
         ("gzip", gzip.compress(b" " * (9 << 20)), 413),
+        ("gzip", gzip.compress(RAW + b" " * (1 << 19)), 200),
+        ("gzip", gzip.compress(RAW + b" " * (2 << 20)), 413),  # little that becomes much
     ],
 )
 def test_content_encodings(serve, encoding, data, status):
@@ -191,7 +194,7 @@ def test_refused_heads_are_counted_logged_and_have_an_id(serve, caplog, data, st
 def test_a_path_with_a_parameter_has_a_plain_label(serve):
     server = serve()
     assert request_http(server, "GET", "/v1/models/test-model").status == 200
-    server.wait_for(lambda: server.metrics.read_counters().get("http_requests"))
+    eventually(lambda: server.metrics.read_counters().get("http_requests"))
     counts = dict(server.metrics.read_counters()["http_requests"])
     assert counts == {("/v1/models/{model}", "200"): 1}
 
@@ -281,13 +284,13 @@ def test_running_requests_can_be_ended(serve):
             target=lambda body=body: answers.append(request_http(server, "POST", CHAT, body))
         )
         thread.start()
-        server.wait_for(lambda: len(server.services.jobs) == 1)
+        eventually(lambda: len(server.services.jobs) == 1)
         time.sleep(0.05)
         server.call(lambda: server.services.end_all(ApiError(503, "Shutting down.")))
         thread.join(10)
     assert answers[0].events[-1]["error"]["message"] == "Shutting down."
     assert answers[1].status == 503
-    server.wait_for(lambda: not server.services.jobs)
+    eventually(lambda: not server.services.jobs)
 
 
 def test_tokenize_and_detokenize(serve):
@@ -330,7 +333,7 @@ def test_the_access_log_has_counts_and_no_text(serve, caplog):
     def lines() -> list[str]:
         return [r.getMessage() for r in caplog.records if r.name == "frontend.access"]
 
-    server.wait_for(lambda: len(lines()) >= 2)
+    eventually(lambda: len(lines()) >= 2)
     line, unknown = lines()[:2]
     assert line.startswith(f"POST {CHAT} 200 id=r-1 prompt=")
     for word in ("completion=26", "cached=0", "finish=stop", "first_token=", "total="):

@@ -19,7 +19,6 @@ import zmq
 from daemon.cli.check.event_stream import whole_stream
 from frontend.api.app import FrontendApp
 from frontend.gate import Gate
-from frontend.http.auth import ApiKeys
 from frontend.http.server import HttpLimits, HttpServer
 from frontend.links.router_client import RouterClient
 from frontend.metrics import FrontendMetrics
@@ -224,7 +223,6 @@ def frontend_settings(**changes: object) -> FrontendSettings:
         "listen_fd": -1,
         "model_dir": "",
         "model_name": MODEL,
-        "api_keys_file": None,
         "max_body_bytes": 4 << 20,
         "max_header_bytes": 32_768,
         "body_seconds": 5.0,
@@ -274,7 +272,6 @@ class ServedFrontend:
             router=client,
             gate=self.gate,
             texts=ByteTexts(),
-            keys=ApiKeys.load(self.settings.api_keys_file),
             metrics=metrics,
             ask_daemon=ask_daemon,
             started_at=0,

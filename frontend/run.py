@@ -17,7 +17,9 @@ from frontend.api.app import FrontendApp
 from frontend.errors import ApiError
 from frontend.gate import Gate
 from frontend.generation.text_decoding import TokenTexts
+from frontend.http.body_budget import BodyBudget
 from frontend.http.server import HttpLimits, HttpServer
+from frontend.links.body_reader import BodyReader
 from frontend.links.daemon_client import DaemonClient
 from frontend.links.router_client import RouterClient
 from frontend.metrics import FrontendMetrics
@@ -55,6 +57,7 @@ class Frontend:
         self._router = RouterClient(self._line.send, metrics)
         self._gate = Gate(settings, metrics, texts.max_token_bytes)
         self._daemon = DaemonClient(self._link.post, self._take)
+        self._body_reader = BodyReader(settings.process)
         self._services = Services(
             settings=settings,
             router=self._router,
@@ -62,6 +65,8 @@ class Frontend:
             texts=texts,
             metrics=metrics,
             ask_daemon=self._daemon.ask,
+            bodies=BodyBudget(settings.body_buffer_bytes, settings.retry_after_seconds),
+            body_reader=self._body_reader,
             started_at=int(time.time()),
         )
         app = FrontendApp(self._services)
@@ -124,6 +129,7 @@ class Frontend:
             self._gate.take(Drain())  # nothing is left to wait for
             await server
             ticker.cancel()
+            await self._body_reader.close()
             await self._line.close()
 
     async def _serve_http(self) -> None:

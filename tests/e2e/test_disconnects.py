@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from daemon.cli.check.event_stream import DATA, DONE
+from tests.support.raw_http import post_request
 from tests.support.waiting import eventually
 
 ROUNDS = 42
@@ -38,15 +39,12 @@ class Client:
 
     @property
     def request(self) -> bytes:
-        body = json.dumps(
-            {
-                "prompt": "hello the", "temperature": 0, "ignore_eos": True,
-                "max_tokens": SHORT if self.moment == "after the answer" else LONG,
-                "stream": self.streamed,
-            }
-        ).encode()  # fmt: skip
-        head = "POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n"
-        return (head % len(body)).encode() + body
+        body = {
+            "prompt": "hello the", "temperature": 0, "ignore_eos": True,
+            "max_tokens": SHORT if self.moment == "after the answer" else LONG,
+            "stream": self.streamed,
+        }  # fmt: skip
+        return post_request("/v1/completions", body, close=False)
 
 
 async def leave(client: Client, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

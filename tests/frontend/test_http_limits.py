@@ -86,6 +86,8 @@ def raw_deflate(data: bytes) -> bytes:
         ("gzip, gzip", gzip.compress(RAW, mtime=0), 415),
         ("br", RAW, 415),
         ("gzip", gzip.compress(b" " * (9 << 20)), 413),
+        ("gzip", gzip.compress(RAW + b" " * (1 << 19)), 200),
+        ("gzip", gzip.compress(RAW + b" " * (2 << 20)), 413),  # little that becomes much
     ],
 )
 def test_content_encodings(serve, encoding, data, status):

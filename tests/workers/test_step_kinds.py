@@ -197,7 +197,7 @@ def test_a_placeholder_leaves_all_books_unchanged(make_rank, kind):
         rank.turn()
 
     def books() -> object:
-        live = list(scheduler._sequences.values())
+        live = list(scheduler._live())
         own = ("status", "num_computed", "in_flight", "epoch", "slot", "pages", "num_tokens")
         return copy.deepcopy([
             [[getattr(s, name) for name in own] for s in live],

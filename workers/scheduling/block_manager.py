@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Callable, Iterable
 
 from workers.scheduling.index_pool import IndexPool
 from workers.scheduling.sequence import Sequence, Status
+from workers.scheduling.sequence_queue import SequenceQueue
 
 
 class BlockManager:
@@ -29,7 +29,7 @@ class BlockManager:
         self._slots = IndexPool(num_slots)
         self.page_tokens = page_tokens
         self._preempt = preempt
-        self._holders: list[Sequence] = []  # in `Sequence.order`
+        self._holders = SequenceQueue()
         """All that have a slot."""
 
     @property
@@ -102,7 +102,7 @@ class BlockManager:
 
     def _take_slot(self, sequence: Sequence) -> None:
         sequence.slot = self._slots.take(1)[0]
-        insort(self._holders, sequence, key=lambda other: other.order)
+        self._holders.add(sequence)
 
     # ---- pages --------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class BlockManager:
         self._pages.check_integrity(page for s in sequences for page in s.pages)
         self._slots.check_integrity(s.slot for s in sequences if s.slot is not None)
         holders = sorted((s for s in sequences if s.slot is not None), key=lambda s: s.order)
-        if self._holders != holders:
+        if list(self._holders) != holders:
             raise AssertionError("the holders are not those that have a slot, in order")
         for sequence in sequences:
             if self._pages_for(sequence.num_computed) > len(sequence.pages):

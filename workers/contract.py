@@ -94,7 +94,7 @@ class StepPlan:
     prompts: tuple[PromptChunk, ...] = ()
     decodes: tuple[DecodeRow, ...] = ()
     arrivals: tuple[PromptChunk, ...] = ()
-    """Of sequences that decode in this step for the first time, since their prompts were computed
+    """One for each sequence that decodes in this step for the first time because its prompt was computed
     elsewhere: nothing of these chunks is computed, but their slots are set up as after them. All begin;
     their one token, the input of the decode, has no KV yet."""
     new_pages: tuple[tuple[int, int, int], ...] = ()

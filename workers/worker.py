@@ -71,6 +71,7 @@ class Worker:
         Raises:
             RouterRefusedError: the router does not take this worker.
             EngineError: the device failed.
+            PrefixLoadError: the device refuses to load what a step counts on.
         """
         poller = zmq.Poller()
         poller.register(stop.fd, zmq.POLLIN)
@@ -169,7 +170,7 @@ class Worker:
 
     def _launch(self, step: InFlightStep) -> None:
         step.launched_at = time.monotonic()
-        self._prefixes.transfers.load(step.plan.loads, step.plan.written_pages())
+        self._prefixes.transfers.load(step.plan.loads, step.plan.written_pages)
         step.launched = self._engine.launch(step.plan)
         self._prefixes.transfers.store(step.plan.stores)
 

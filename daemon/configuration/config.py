@@ -172,8 +172,13 @@ class InstanceConfig:
     """Port to listen on; 0: any free one."""
     api_keys_file: Annotated[Path | None, _HTTP] = None
     """File with one API key a line. Default: no authentication."""
+    admin_keys_file: Annotated[Path | None, _HTTP] = None
+    """File with the keys that open /metrics and /deepinfer/..., and everything else, too. Default: those
+    of --api-keys-file open them."""
     max_body_mb: Annotated[float, _HTTP, _ABOVE_ZERO] = 32.0
     """Largest request body, in MB."""
+    body_buffer_mb: Annotated[float, _HTTP, _ABOVE_ZERO] = 256.0
+    """Bodies that a frontend holds while they arrive, in MB; beyond it, the largest is answered 503."""
     max_header_kib: Annotated[int, _HTTP, _AT_LEAST_ONE] = 64
     """Largest request header, in KiB."""
     body_seconds: Annotated[float, _HTTP, _ABOVE_ZERO] = 60.0

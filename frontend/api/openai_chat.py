@@ -14,8 +14,9 @@ from frontend.api.sampling import TopLogprobs
 from frontend.errors import bad_request
 from frontend.generation.collected import CollectedChoice
 from frontend.generation.deltas import Delta, Finish, Reasoning, Text, ToolCall
-from frontend.generation.request import GenerationRequest, ModelLimits, chat_prompt
+from frontend.generation.request import GenerationRequest, ModelLimits
 from frontend.http.json_body import JsonObject, decode_body
+from frontend.links.body_reader import body_form
 from transport.logprobs import TokenLogprob
 
 
@@ -36,7 +37,7 @@ class ChatBody(ConversationBody, frozen=True, kw_only=True):
         if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs is only allowed with logprobs: true.", "top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.logprobs else -1
-        prompts = [chat_prompt(self.conversation(self.messages))]
+        prompts = [self.chat_prompt(self.messages, limits)]
         return self.generation(prompts, limits, limits.max_model_len, logprobs)
 
 
@@ -125,4 +126,4 @@ def _call_piece(call: ToolCall) -> JsonObject:
     return {"index": call.index, "function": {"arguments": call.arguments}}
 
 
-CHAT = Dialect("chatcmpl-", read_chat, ChatWriter)
+CHAT = Dialect("chatcmpl-", body_form("chat", read_chat, GenerationRequest), ChatWriter)

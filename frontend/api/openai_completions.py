@@ -10,7 +10,14 @@ from msgspec import Meta
 
 from frontend.api.dialect import AnswerHead, Dialect
 from frontend.api.openai_answer import OpenAIWriter
-from frontend.api.sampling import GenerationBody, TokenId, TopLogprobs, check_ids
+from frontend.api.prompt_bounds import check_length, check_text
+from frontend.api.sampling import (
+    MAX_SEQUENCES,
+    GenerationBody,
+    TokenId,
+    TopLogprobs,
+    check_ids,
+)
 from frontend.errors import bad_request
 from frontend.generation.collected import CollectedChoice
 from frontend.generation.deltas import Delta, Finish, Reasoning, Text, ToolCall
@@ -24,9 +31,9 @@ from frontend.generation.request import (
 from frontend.generation.text_decoding import TokenTexts
 from frontend.generation.usage import Usage
 from frontend.http.json_body import JsonObject, decode_body
+from frontend.links.body_reader import body_form
 from transport.logprobs import TokenLogprob
 
-MAX_PROMPTS = 256
 DEFAULT_TOKENS = 16
 """`max_tokens` where it is not given, as the API has it."""
 PROMPT_WORDS = "a string, an array of strings, an array of token ids or an array of those"
@@ -57,27 +64,32 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
 
     def _prompts(self, limits: ModelLimits) -> list[Prompt]:
         if isinstance(self.prompt, str):
-            return [self._text(self.prompt)]
+            return [self._text(self.prompt, "prompt", limits)]
+        if isinstance(self.prompt[0], int):
+            check_length(len(self.prompt), "prompt", limits)
+        elif len(self.prompt) > MAX_SEQUENCES:
+            raise bad_request(
+                f"prompt must be an array of at most {MAX_SEQUENCES} prompts.", "prompt"
+            )
         ids = [token for token in self.prompt if isinstance(token, int)]
         if len(ids) == len(self.prompt):
             return [self._tokens(ids, "prompt", limits)]
         if ids:
             raise bad_request(f"prompt must be {PROMPT_WORDS}.", "prompt")
-        if len(self.prompt) > MAX_PROMPTS:
-            raise bad_request(
-                f"prompt must be an array of at most {MAX_PROMPTS} prompts.", "prompt"
-            )
         return [
             self._tokens(prompt, f"prompt[{position}]", limits)
             if isinstance(prompt, list)
-            else self._text(str(prompt))
+            else self._text(str(prompt), f"prompt[{position}]", limits)
             for position, prompt in enumerate(self.prompt)
         ]
 
-    def _text(self, text: str) -> Prompt:
-        return text_prompt(text, self.add_special_tokens is not False, self.echo or False)
+    def _text(self, text: str, path: str, limits: ModelLimits) -> Prompt:
+        prompt = text_prompt(text, self.add_special_tokens is not False, self.echo or False)
+        check_text(len(prompt.frame), path, limits)
+        return prompt
 
     def _tokens(self, ids: list[int], path: str, limits: ModelLimits) -> Prompt:
+        check_length(len(ids), path, limits)
         check_ids(ids, path, limits)
         return token_prompt(ids, self.echo or False)
 
@@ -171,4 +183,6 @@ def _finish_reason(reason: str) -> str:
     return "stop" if reason == "tool_calls" else reason
 
 
-COMPLETIONS = Dialect("cmpl-", read_completion, CompletionWriter)
+COMPLETIONS = Dialect(
+    "cmpl-", body_form("completion", read_completion, GenerationRequest), CompletionWriter
+)

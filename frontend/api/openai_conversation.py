@@ -8,9 +8,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from frontend.api.prompt_bounds import check_conversation, check_length
 from frontend.api.sampling import GenerationBody
 from frontend.conversation import Conversation, Message, ToolCall
 from frontend.errors import bad_request
+from frontend.generation.request import ModelLimits, Prompt, chat_prompt
 from frontend.http.refusals import refusal
 
 NonEmpty = Annotated[str, Meta(min_length=1)]
@@ -143,7 +145,19 @@ class ConversationBody(GenerationBody, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, object] | None = None
     """May hold the three fields before it too, as with other servers; then they count."""
 
-    def conversation(self, messages: list[AnyMessage]) -> Conversation:
+    def chat_prompt(self, messages: list[AnyMessage], limits: ModelLimits) -> Prompt:
+        """
+        Raises:
+            ApiError: 400, naming the field.
+        """
+        # A message is a token at least.
+        check_length(len(messages), "messages", limits, "messages")
+        conversation = self._conversation(messages)
+        prompt = chat_prompt(conversation)
+        check_conversation(conversation, len(prompt.frame), limits)
+        return prompt
+
+    def _conversation(self, messages: list[AnyMessage]) -> Conversation:
         kwargs = dict(self.chat_template_kwargs or {})
         for name in RESERVED_KWARGS.intersection(kwargs):
             raise bad_request(f"chat_template_kwargs must not set {name}.", "chat_template_kwargs")

@@ -15,6 +15,8 @@ from frontend.settings import MinP, RepetitionPenalty, Temperature, TopK, TopP
 from transport.messages.generate import Generate, SamplingParams
 
 MAX_TOP_LOGPROBS = 20
+MAX_SEQUENCES = 256
+"""Prompts times `n`."""
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0)]
@@ -92,6 +94,7 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.n is not None and self.n > limits.max_choices:
             raise bad_request(f"n must be an integer from 1 to {limits.max_choices}.", "n")
+        _check_choices(len(prompts), self.n or 1, limits)
         options = self.stream_options or StreamOptions()
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options is only allowed with stream: true.", "stream_options")
@@ -149,6 +152,15 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
                 limit = f"max_tokens, which is {max_tokens}"
             raise bad_request(f"min_tokens is {min_tokens}, more than {limit}.", "min_tokens")
         return max_tokens, min_tokens
+
+
+def _check_choices(prompts: int, n: int, limits: ModelLimits) -> None:
+    most = max(MAX_SEQUENCES, limits.max_choices)
+    if prompts * n > most:
+        raise bad_request(
+            f"{prompts} prompts with n {n} make {prompts * n} answers: a request may have {most}.",
+            "n",
+        )
 
 
 def check_model(name: str | None, limits: ModelLimits) -> None:

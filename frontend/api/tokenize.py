@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 from starlette.types import Receive, Scope, Send
 
 from frontend.api.openai_conversation import ConversationBody, Messages
+from frontend.api.prompt_bounds import check_length, check_text
 from frontend.api.routes_generate import receive_body
 from frontend.api.sampling import TokenId, check_ids, check_model
 from frontend.errors import bad_request
-from frontend.generation.request import ModelLimits, Prompt, chat_prompt, text_prompt
+from frontend.generation.request import ModelLimits, Prompt, text_prompt
 from frontend.http.call import call_of
 from frontend.http.json_body import decode_body
 from frontend.http.reply import send_bytes
+from frontend.links.body_reader import body_form
 from frontend.services import Services
+from transport.framing import TokenArray
 from transport.ids import RequestId
+
+IDS_PER_TURN = 16_384
 
 
 class TokenizeBody(ConversationBody, frozen=True, kw_only=True):
@@ -48,8 +55,10 @@ def read_tokenize(body: bytes, limits: ModelLimits) -> Prompt:
     if len(texts) + (asked.messages is not None) != 1:
         raise bad_request("Give one of prompt, content and messages.", "prompt")
     if asked.messages is not None:
-        return chat_prompt(asked.conversation(asked.messages))
-    return text_prompt(texts[0], asked.add_special_tokens is not False)
+        return asked.chat_prompt(asked.messages, limits)
+    prompt = text_prompt(texts[0], asked.add_special_tokens is not False)
+    check_text(len(prompt.frame), "prompt" if asked.content is None else "content", limits)
+    return prompt
 
 
 def read_detokenize(body: bytes, limits: ModelLimits) -> list[int]:
@@ -60,8 +69,13 @@ def read_detokenize(body: bytes, limits: ModelLimits) -> list[int]:
     """
     asked = decode_body(body, _DETOKENIZE)
     check_model(asked.model, limits)
+    check_length(len(asked.tokens), "tokens", limits)
     check_ids(asked.tokens, "tokens", limits)
     return asked.tokens
+
+
+TOKENIZE = body_form("tokenize", read_tokenize, Prompt)
+DETOKENIZE = body_form("detokenize", read_detokenize, list[int])
 
 
 class Tokenize:
@@ -71,11 +85,20 @@ class Tokenize:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, limits = await receive_body(scope, receive, self._services)
-        prompt = read_tokenize(body, limits)
+        prompt, limits = await receive_body(scope, receive, self._services, TOKENIZE)
         ids = await self._services.router.encode(RequestId(call_of(scope).id), prompt)
-        answer = {"tokens": ids, "count": len(ids), "max_model_len": limits.max_model_len}
+        tokens = msgspec.Raw(await _json_array(ids))
+        answer = {"tokens": tokens, "count": len(ids), "max_model_len": limits.max_model_len}
         await send_bytes(send, 200, msgspec.json.encode(answer))
+
+
+async def _json_array(ids: TokenArray) -> bytes:
+    """A text may have millions of tokens: the event loop goes on in between."""
+    pieces: list[bytes] = []
+    for start in range(0, len(ids), IDS_PER_TURN):
+        pieces.append(msgspec.json.encode(ids[start : start + IDS_PER_TURN].tolist())[1:-1])
+        await asyncio.sleep(0)
+    return b"[" + b",".join(pieces) + b"]"
 
 
 class Detokenize:
@@ -85,6 +108,6 @@ class Detokenize:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, limits = await receive_body(scope, receive, self._services)
-        text = self._services.texts.decode(read_detokenize(body, limits))
+        ids, _ = await receive_body(scope, receive, self._services, DETOKENIZE)
+        text = await asyncio.to_thread(self._services.texts.decode, ids)
         await send_bytes(send, 200, msgspec.json.encode({"prompt": text, "content": text}))

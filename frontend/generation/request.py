@@ -10,12 +10,13 @@ from frontend.conversation import Conversation
 from frontend.errors import bad_request
 from frontend.generation.stop_strings import StopRule
 from frontend.settings import SamplingDefaults
-from transport.framing import Payload, token_frame
+from transport.framing import token_frame
 from transport.messages.generate import Generate, PromptKind
 
 AFFINITY_CHARACTERS = 1024
 """How much of a text's beginning tells its conversation."""
 AFFINITY_TOKENS = 256
+TOKEN_BYTES = 4
 
 
 class ModelLimits(msgspec.Struct, frozen=True):
@@ -25,14 +26,17 @@ class ModelLimits(msgspec.Struct, frozen=True):
     vocab_size: int
     max_model_len: int
     max_choices: int
+    """Largest `n`."""
     sampling: SamplingDefaults = SamplingDefaults()
+    max_token_bytes: int | None = None
+    """How much text one token may stand for; None: that is not known."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
     """One prompt, as `Submit` and `Encode` carry it."""
 
     kind: PromptKind
-    frame: Payload
+    frame: bytes
     affinity: str = ""
     add_special_tokens: bool = True
     echo: str | list[int] | None = None
@@ -74,9 +78,10 @@ def text_prompt(text: str, add_special_tokens: bool, echo: bool = False) -> Prom
 
 
 def token_prompt(ids: list[int], echo: bool = False) -> Prompt:
-    beginning = token_frame(ids[:AFFINITY_TOKENS])
-    return Prompt("tokens", token_frame(ids), _digest(beginning), echo=ids if echo else None)
+    frame = bytes(token_frame(ids))
+    beginning = frame[: AFFINITY_TOKENS * TOKEN_BYTES]
+    return Prompt("tokens", frame, _digest(beginning), echo=ids if echo else None)
 
 
-def _digest(data: bytes | memoryview) -> str:
+def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -17,6 +17,11 @@ class TextDecoder(Protocol):
 class TokenTexts(Protocol):
     """Text of single tokens and of whole sequences."""
 
+    @property
+    def max_token_bytes(self) -> int | None:
+        """How much of a client's text one token may stand for; None: that is not known."""
+        ...
+
     def decoder(self) -> TextDecoder: ...
 
     def token_text(self, token_id: int, /) -> str: ...

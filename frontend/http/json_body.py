@@ -7,6 +7,7 @@ from typing import TypeVar
 import msgspec
 
 from frontend.errors import bad_request
+from frontend.http.json_bounds import check_bounds
 from frontend.http.refusals import refusal
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -21,11 +22,13 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     counts; fields that the type does not have are ignored.
 
     Raises:
-        ApiError: 400; the body is empty, no UTF-8, no JSON, nested too deeply, or not of the type.
+        ApiError: 400; the body is empty, no UTF-8, no JSON, too large a structure, nested too deeply, or
+            not of the type.
     """
     body = body.removeprefix(BYTE_ORDER_MARK)
     if not body.strip():
         raise bad_request("The body is empty: send a JSON object.")
+    check_bounds(body)
     try:
         body.decode()  # the decoder does not look at the bytes of fields that it skips
         return decoder.decode(body)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Final, Protocol
 
 from tokenizers import Tokenizer
@@ -24,6 +25,9 @@ from frontend.tokenizer.token_table import (
 _REPLACEMENT: Final = "\ufffd"
 _LONGEST_BYTE_RUN: Final = 256
 """Byte tokens held back while more may come; see `_PieceDecoder`."""
+_SHORTEST_NORMALIZED: Final = 4
+"""A normalizer makes a text shorter by this factor at most: no character has more than four bytes, and
+three Jamo of nine bytes become one syllable of three."""
 _CONTEXT_TOKENS: Final = 6
 _LONGEST_WINDOW: Final = 64
 
@@ -55,6 +59,21 @@ class Detokenizer:
             tokens = id_to_token(tokenizer)
             self._pieces = {i: piece_text(token, self._rules) for i, token in tokens.items()}
             self._visible_pieces = {i: t for i, t in self._pieces.items() if i not in self._special}
+
+    @cached_property
+    def max_token_bytes(self) -> int | None:
+        """How many bytes of a text one token may stand for; None: where no token stands for a single
+        byte, an unknown word of any length may be one token."""
+        if self._bytes is not None:
+            longest = max(map(len, self._bytes.values()), default=0)
+        elif self._rules is not None and self._rules.byte_tokens:
+            texts = (piece for piece in self._pieces.values() if isinstance(piece, str))
+            longest = max((len(text.encode()) for text in texts), default=0)
+        else:
+            return None
+        if self._tokenizer.normalizer is not None:
+            longest *= _SHORTEST_NORMALIZED
+        return max(longest, 1)
 
     def decoder(self) -> IncrementalDecoder:
         if self._bytes is not None:

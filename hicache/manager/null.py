@@ -10,7 +10,6 @@ from hicache.manager.host import HostPrefixCache
 from hicache.manager.reuse import PrefixReuse
 from hicache.manager.step_copies import PrefixLoad, PrefixStore
 from hicache.manager.ticket import PrefixTicket
-from hicache.manager.transfers import PrefixTransfers
 from transport.framing import TokenArray
 from transport.messages.cache_report import CacheContent
 from transport.messages.control import CacheAction
@@ -54,7 +53,7 @@ class NoTransfers:
 
     num_open = 0
 
-    def load(self, loads: Iterable[PrefixLoad], written_pages: IndexArray) -> None:
+    def load(self, loads: Iterable[PrefixLoad], written_pages: Callable[[], IndexArray]) -> None:
         pass
 
     def store(self, stores: Iterable[PrefixStore]) -> None:
@@ -85,5 +84,4 @@ NO_REUSE: Final = NoReuse()
 NO_PREFIX_CACHE: Final = NoPrefixCache()
 
 Reuse = PrefixReuse | NoReuse
-Transfers = PrefixTransfers | NoTransfers
 PrefixManager = HostPrefixCache | NoPrefixCache

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,7 +74,7 @@ class PrefixTransfers:
             self._copies.close()
             self._copies = None
 
-    def load(self, loads: Iterable[PrefixLoad], written_pages: IndexArray) -> None:
+    def load(self, loads: Iterable[PrefixLoad], written_pages: Callable[[], IndexArray]) -> None:
         """Start the copies that a plan needs before it is launched, and keep the device pages that it will
         write to apart from stores that are under way.
 
@@ -94,7 +94,8 @@ class PrefixTransfers:
                 self._cache.flush()
                 raise PrefixLoadError(f"A cached prefix cannot be loaded: {error}") from error
             self._open.append(_Transfer(load.hit, copies, num_bytes))
-        self._copies.before_step(written_pages)
+        if self._open:  # only then can a store be under way
+            self._copies.before_step(written_pages())
         self.poll()  # on a CPU, they are over
 
     def store(self, stores: Iterable[PrefixStore]) -> None:

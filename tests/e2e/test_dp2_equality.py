@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.support.greedy_reference import greedy_reference
+from tests.support.waiting import eventually
 
 NEW_TOKENS = 16
 PROMPTS = [
@@ -23,7 +24,7 @@ PROMPTS = [
 
 
 @pytest.mark.slow
-def test_greedy_tokens_equal_those_of_generate(serve, smollm2_dir, eventually):
+def test_greedy_tokens_equal_those_of_generate(serve, smollm2_dir):
     tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
     prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
     wanted = greedy_reference(smollm2_dir, prompts, NEW_TOKENS)

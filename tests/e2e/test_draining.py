@@ -11,6 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.process_session import session_members
+from tests.support.waiting import eventually
+
 ROOT = Path(__file__).parents[2]
 SECONDS = 120.0
 FAKE = ("--engine", "fake", "--port", "0")
@@ -20,7 +23,7 @@ def completion(max_tokens: int = 8) -> dict:
     return {"prompt": "hello", "max_tokens": max_tokens, "ignore_eos": True}
 
 
-def test_the_curl_line_that_serve_prints_works(serve, eventually):
+def test_the_curl_line_that_serve_prints_works(serve):
     with serve(engine="fake") as server:
         server.ready()
         line = eventually(
@@ -35,7 +38,7 @@ def test_the_curl_line_that_serve_prints_works(serve, eventually):
         assert b'"assistant"' in done.stdout
 
 
-def test_running_requests_end_and_new_ones_are_refused(serve, eventually):
+def test_running_requests_end_and_new_ones_are_refused(serve):
     body = {**completion(100), "stream_options": {"include_usage": True}}
     options = dict(engine="fake", fake_step_ms=20, drain_timeout=120, hang_seconds=120)
     with serve(**options) as server:
@@ -57,7 +60,7 @@ def test_running_requests_end_and_new_ones_are_refused(serve, eventually):
         assert server.wait() == 0
 
 
-def test_a_second_signal_does_not_wait_for_running_requests(serve, eventually):
+def test_a_second_signal_does_not_wait_for_running_requests(serve):
     with serve(engine="fake", fake_step_ms=50, drain_timeout=600) as server:
         server.ready()
         with server.stream("/v1/completions", completion(4000)) as stream:
@@ -77,7 +80,7 @@ def test_the_drain_limit_ends_what_does_not_end(serve):
             assert server.wait() == 0
 
 
-def test_an_interrupted_start_takes_the_instance_along(short_dir, session_members, eventually):
+def test_an_interrupted_start_takes_the_instance_along(short_dir):
     place = ("--run-dir", str(short_dir / "run"))
     process = subprocess.Popen(
         [sys.executable, "-m", "daemon.cli.main", "start", *FAKE, *place],

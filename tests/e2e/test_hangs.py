@@ -9,6 +9,8 @@ import socket
 
 import pytest
 
+from tests.support.waiting import eventually
+
 BODY = {"prompt": "hello hello", "max_tokens": 300, "temperature": 0.9, "seed": 11,
         "ignore_eos": True}  # fmt: skip
 SECONDS = 90.0
@@ -23,7 +25,7 @@ def server(serve):
         yield server
 
 
-def wait_ready(server, eventually, wanted: bool, seconds: float = SECONDS) -> None:
+def wait_ready(server, wanted: bool, seconds: float = SECONDS) -> None:
     eventually(
         lambda: (server.ask("status")["state"] == "ready") is wanted,
         seconds,
@@ -32,7 +34,7 @@ def wait_ready(server, eventually, wanted: bool, seconds: float = SECONDS) -> No
 
 
 @pytest.mark.parametrize("name", ["worker/0", "tokenizer/0"])
-def test_a_stopped_process_is_replaced_and_answers_go_on(server, eventually, within, name):
+def test_a_stopped_process_is_replaced_and_answers_go_on(server, within, name):
     undisturbed = server.post("/v1/completions", BODY, JSON).json["choices"][0]["text"]
     pid = server.pids()[name]
     pieces = []
@@ -45,24 +47,24 @@ def test_a_stopped_process_is_replaced_and_answers_go_on(server, eventually, wit
                 eventually(lambda: server.get("/ready").status == 503, within(2.0), "not ready")
                 assert server.get("/health").status == 200
     assert "".join(pieces) == undisturbed
-    wait_ready(server, eventually, wanted=True)
+    wait_ready(server, wanted=True)
     assert server.pids()[name] != pid
     assert server.post("/v1/completions", BODY, JSON).json["choices"][0]["text"] == undisturbed
 
 
-def test_a_process_that_goes_on_in_time_is_kept(serve, eventually, within):
+def test_a_process_that_goes_on_in_time_is_kept(serve, within):
     with serve(engine="fake", hang_seconds=120) as server:
         server.ready()
         pid = server.pids()["worker/0"]
         os.kill(pid, signal.SIGSTOP)
-        wait_ready(server, eventually, wanted=False, seconds=within(1.0))
+        wait_ready(server, wanted=False, seconds=within(1.0))
         os.kill(pid, signal.SIGCONT)
-        wait_ready(server, eventually, wanted=True)
+        wait_ready(server, wanted=True)
         assert server.pids()["worker/0"] == pid
 
 
-def test_a_stopped_router_is_replaced_and_requests_in_flight_get_an_error(server, eventually):
-    wait_ready(server, eventually, wanted=True)
+def test_a_stopped_router_is_replaced_and_requests_in_flight_get_an_error(server):
+    wait_ready(server, wanted=True)
     pid = server.pids()["router"]
     errors = []
     with server.stream("/v1/completions", {**BODY, "max_tokens": 1500}) as stream:
@@ -72,23 +74,21 @@ def test_a_stopped_router_is_replaced_and_requests_in_flight_get_an_error(server
             if "error" in event:
                 errors.append(event["error"])
     assert errors and "router" in errors[0]["message"].lower()
-    wait_ready(server, eventually, wanted=True)
+    wait_ready(server, wanted=True)
     assert server.pids()["router"] != pid
     assert server.post("/v1/completions", BODY, JSON).status == 200
 
 
-def test_a_stopped_frontend_is_replaced(server, eventually):
-    wait_ready(server, eventually, wanted=True)
+def test_a_stopped_frontend_is_replaced(server):
+    wait_ready(server, wanted=True)
     pid = server.pids()["frontend/1"]
     os.kill(pid, signal.SIGSTOP)
     eventually(lambda: server.pids()["frontend/1"] not in (pid, None), SECONDS, "a new frontend")
-    wait_ready(server, eventually, wanted=True)
+    wait_ready(server, wanted=True)
     assert [server.post("/v1/completions", BODY, JSON).status for _ in range(4)] == [200] * 4
 
 
-def test_an_answer_waits_for_a_worker_that_loads_for_longer_than_a_stage_may_take(
-    serve, eventually
-):
+def test_an_answer_waits_for_a_worker_that_loads_for_longer_than_a_stage_may_take(serve):
     body = {"prompt": "hello", "max_tokens": 300, "ignore_eos": True}
     with serve(engine="fake", fake_step_ms=5, stage_timeout=2) as server:
         server.ready()
@@ -107,7 +107,7 @@ def test_an_answer_waits_for_a_worker_that_loads_for_longer_than_a_stage_may_tak
         assert text == wanted
 
 
-def test_a_slow_reader_is_held_back_after_the_loss_of_its_worker_as_well(serve, eventually):
+def test_a_slow_reader_is_held_back_after_the_loss_of_its_worker_as_well(serve):
     """Else all that is left of its answer would pile up in the frontend."""
     wanted = 6000
     body = {"prompt": "hello", "max_tokens": 1000, "ignore_eos": True}
@@ -137,7 +137,7 @@ def test_a_slow_reader_is_held_back_after_the_loss_of_its_worker_as_well(serve, 
             pid = server.pids()["worker/0"]
             os.kill(pid, signal.SIGKILL)
             eventually(lambda: server.pids()["worker/0"] not in (pid, None), SECONDS, "a new one")
-            wait_ready(server, eventually, wanted=True)
+            wait_ready(server, wanted=True)
             eventually(stands_still, SECONDS, "it is paused again")  # else it runs to its end
             received = b""
             while piece := slow.recv(65536):

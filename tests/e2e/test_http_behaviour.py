@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.waiting import eventually
+
 SECONDS = 60.0
 """Deadline of every wait: what is waited for comes at once, but for a busy machine."""
 LONG = {"prompt": "hello", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
@@ -21,7 +23,7 @@ def stages(server) -> dict[str, int]:
     return server.ask("status")["requests"]
 
 
-def test_past_max_waiting_a_request_is_told_to_come_back(fake_server, eventually):
+def test_past_max_waiting_a_request_is_told_to_come_back(fake_server):
     server = fake_server  # two run, two wait
     aborted = server.metric("num_aborted_requests_total")
     with ThreadPoolExecutor(2) as pool:
@@ -48,7 +50,7 @@ def test_past_max_waiting_a_request_is_told_to_come_back(fake_server, eventually
         "counted",
     )
     eventually(lambda: not any(stages(server).values()), SECONDS, "nothing is left")
-    wait_for_aborted(server, eventually, aborted + 2)
+    wait_for_aborted(server, aborted + 2)
 
 
 def stages_of_all(server) -> list[str]:
@@ -60,7 +62,7 @@ def stages_of_all(server) -> list[str]:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_client_that_leaves_frees_its_pages(fake_server, eventually, within, path):
+def test_a_client_that_leaves_frees_its_pages(fake_server, within, path):
     server = fake_server
     # An event per token, also where the fake engine's tokens have no text.
     logprobs = True if "chat" in path else 1
@@ -73,27 +75,27 @@ def test_a_client_that_leaves_frees_its_pages(fake_server, eventually, within, p
         # Worker and router tell what they know each in their own time.
         eventually(lambda: stages_of_all(server) == ["running"], SECONDS, "the router knows of it")
         stream.hang_up()
-        wait_for_nothing(server, eventually, within)
-    wait_for_aborted(server, eventually, aborted + 1)
+        wait_for_nothing(server, within)
+    wait_for_aborted(server, aborted + 1)
 
 
-def test_leaving_before_a_whole_answer_frees_its_pages(fake_server, eventually, within):
+def test_leaving_before_a_whole_answer_frees_its_pages(fake_server, within):
     server = fake_server
     aborted = server.metric("num_aborted_requests_total")
     connection = http.client.HTTPConnection(*server.address, timeout=30)
     connection.request("POST", "/v1/completions", json.dumps(LONG))
     eventually(lambda: server.ask("cache")[0]["pages_used"], SECONDS, "it has pages")
     connection.close()
-    wait_for_nothing(server, eventually, within)
-    wait_for_aborted(server, eventually, aborted + 1)
+    wait_for_nothing(server, within)
+    wait_for_aborted(server, aborted + 1)
 
 
-def wait_for_nothing(server, eventually, within) -> None:
+def wait_for_nothing(server, within) -> None:
     eventually(lambda: not server.ask("cache")[0]["pages_used"], within(1.0), "the pages are free")
     eventually(lambda: server.ask("requests") == [], within(1.0), "the router has forgotten it")
 
 
-def wait_for_aborted(server, eventually, count: int) -> None:
+def wait_for_aborted(server, count: int) -> None:
     found = "num_aborted_requests_total"
     eventually(lambda: server.metric(found) == count, SECONDS, "it was counted")
 
@@ -140,7 +142,7 @@ def test_keys_of_a_file_open_the_api(serve, tmp_path):
         assert "secret-one" not in server.log
 
 
-def test_metrics_can_be_scraped_and_have_the_names_of_dashboards(tiny_server, eventually):
+def test_metrics_can_be_scraped_and_have_the_names_of_dashboards(tiny_server):
     tiny_server.post("/v1/completions", {"prompt": "hello", "max_tokens": 4, "ignore_eos": True})
     names = [
         "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "request_success",
@@ -160,7 +162,7 @@ def test_metrics_can_be_scraped_and_have_the_names_of_dashboards(tiny_server, ev
     assert tiny_server.get("/deepinfer/metrics").status == 200
 
 
-def test_metrics_count_what_was_answered(serve, eventually):
+def test_metrics_count_what_was_answered(serve):
     with serve(**FAKE) as server:
         server.ready()
         for _ in range(3):
@@ -177,7 +179,7 @@ def test_metrics_count_what_was_answered(serve, eventually):
         assert server.metric("request_success_total", finished_reason="length") == 3
 
 
-def test_not_ready_while_loading_and_ready_after(serve, eventually):
+def test_not_ready_while_loading_and_ready_after(serve):
     with serve(hang_seconds=120) as server:
         worker = server.listening().pids()["worker/0"]
         os.kill(worker, signal.SIGSTOP)  # it takes its time

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.support.waiting import eventually
+
 
 @pytest.fixture(scope="module")
 def server(serve):
@@ -27,7 +29,7 @@ def inspect(cli, server):
 
 
 @pytest.fixture
-def every(inspect, eventually):
+def every(inspect):
     """every("stacks"): the finished command, when all have answered it. One that does not within two
     seconds is named and fails the command; on a busy machine that may happen, and one asks again."""
 
@@ -57,7 +59,7 @@ def frozen(server):
         os.kill(pid, signal.SIGCONT)
 
 
-def test_sockets_of_every_process(server, eventually):
+def test_sockets_of_every_process(server):
     wanted = {(name, socket) for name in server.pids() for socket in ("control", "telemetry")}
     wanted |= {(name, "router") for name in server.pids() if name != "daemon"}
     wanted.add(("router", "tap"))
@@ -117,7 +119,7 @@ def test_the_log_level_changes_while_it_runs(server, inspect, every):
 
 
 @pytest.fixture
-def tap_while(server, inspect, eventually):
+def tap_while(server, inspect):
     """tap_while(work, "--count", 5): the finished tap, and what `work()`, done meanwhile, gave."""
 
     def taps() -> int:
@@ -182,7 +184,7 @@ def test_tap_works_while_a_worker_hangs_and_its_lines_are_readable(server, tap_w
     assert reply.result().status == 200
 
 
-def test_queues_of_all_roles_are_shown_with_the_most_they_held(server, inspect, eventually):
+def test_queues_of_all_roles_are_shown_with_the_most_they_held(server, inspect):
     assert completion(server).status == 200
 
     def queues() -> dict[tuple[str, str], dict]:

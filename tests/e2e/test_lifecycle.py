@@ -13,6 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
+from benchmarks.process_session import session_members
+from tests.support.waiting import eventually
+
 FAKE = {"engine": "fake", "fake_step_ms": 5}
 SLOW = {"engine": "fake", "fake_step_ms": 60}
 """The answer to `LONG` takes longer than anything is waited for here."""
@@ -40,7 +43,7 @@ def one_sentence(result) -> str:
 # ---- start, status, stop ---------------------------------------------------------------------------
 
 
-def test_start_status_and_stop(cli, tiny_dir, short_dir, session_members, eventually):
+def test_start_status_and_stop(cli, tiny_dir, short_dir):
     run_dir = short_dir / "run"
     where = ("--instance", "e2e-start", "--run-dir", run_dir)
 
@@ -94,7 +97,7 @@ def test_start_shows_the_reason_of_a_failure(cli, short_dir, tmp_path):
     assert not (short_dir / "run").exists()
 
 
-def test_serve_says_where_it_listens(serve, eventually):
+def test_serve_says_where_it_listens(serve):
     with serve(**FAKE) as server:
         # The daemon has written it before anybody hears that the instance is ready.
         eventually(lambda: server.listening().ask("status")["state"] == "ready", 90, "it is ready")
@@ -162,9 +165,7 @@ def test_stop_during_the_start(serve, cli):
         assert server.wait() == 0
 
 
-def test_a_killed_daemon_takes_its_children_along_and_can_be_started_anew(
-    serve, eventually, session_members, short_dir
-):
+def test_a_killed_daemon_takes_its_children_along_and_can_be_started_anew(serve, short_dir):
     options = {"run_dir": short_dir / "run", "instance": "killed", **FAKE}
     with serve(**options) as first:
         first.ready()
@@ -177,7 +178,7 @@ def test_a_killed_daemon_takes_its_children_along_and_can_be_started_anew(
             assert answers(second)
 
 
-def test_children_of_a_killed_daemon_end_by_themselves(serve, eventually, session_members):
+def test_children_of_a_killed_daemon_end_by_themselves(serve):
     with serve(**FAKE) as server:
         server.ready()
         server.signal(signal.SIGKILL)
@@ -189,7 +190,7 @@ def test_children_of_a_killed_daemon_end_by_themselves(serve, eventually, sessio
 # ---- losses ----------------------------------------------------------------------------------------
 
 
-def kill(server, name: str, eventually) -> None:
+def kill(server, name: str) -> None:
     """Kill a process and wait until the instance is whole again."""
     old = server.pids()[name]
     os.kill(old, signal.SIGKILL)
@@ -198,18 +199,18 @@ def kill(server, name: str, eventually) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer/0", "frontend/0", "router", "worker/0"])
-def test_a_lost_process_is_replaced_and_service_goes_on(serve, eventually, name):
+def test_a_lost_process_is_replaced_and_service_goes_on(serve, name):
     with serve(**FAKE) as server:
         server.ready()
         before = server.pids()
-        kill(server, name, eventually)
+        kill(server, name)
         assert answers(server)
         after = server.pids()
         assert {key for key in after if after[key] != before[key]} == {name}
         assert server.metric("process_restarts_total", process=name) == 1
 
 
-def test_a_request_at_a_lost_tokenizer_is_still_answered(serve, eventually):
+def test_a_request_at_a_lost_tokenizer_is_still_answered(serve):
     with serve(**FAKE, hang_seconds=120) as server, ThreadPoolExecutor(1) as pool:
         server.ready()
         tokenizer = psutil.Process(server.pids()["tokenizer/0"])
@@ -223,7 +224,7 @@ def test_a_request_at_a_lost_tokenizer_is_still_answered(serve, eventually):
         assert reply.result(60).status == 200
 
 
-def test_a_lost_frontend_leaves_no_request_behind(serve, eventually):
+def test_a_lost_frontend_leaves_no_request_behind(serve):
     with serve(**SLOW) as server:
         server.ready()
         with server.stream("/v1/completions", LONG) as stream:
@@ -237,7 +238,7 @@ def test_a_lost_frontend_leaves_no_request_behind(serve, eventually):
         assert " ERROR " not in server.log
 
 
-def test_a_lost_router_ends_its_streams_with_an_error(serve, eventually):
+def test_a_lost_router_ends_its_streams_with_an_error(serve):
     with serve(**SLOW) as server:
         server.ready()
         with server.stream("/v1/completions", LONG) as stream:
@@ -252,7 +253,7 @@ def test_a_lost_router_ends_its_streams_with_an_error(serve, eventually):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dp", [1, 2])
-def test_answers_survive_the_loss_of_their_worker(serve, eventually, dp):
+def test_answers_survive_the_loss_of_their_worker(serve, dp):
     greedy = {**LONG, "max_tokens": 1400, "stream_options": {"include_usage": True}}
     sampled = {
         **LONG, "max_tokens": 800, "temperature": 1.1, "seed": 5, "n": 2, "top_p": 0.9,

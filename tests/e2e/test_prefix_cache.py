@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.waiting import eventually
+
 V41_TINY = Path(__file__).parents[1] / "data/v41_tiny"
 PAGE = 128
 NEW_TOKENS = 6
@@ -186,7 +188,7 @@ def chat(server, content: str, headers=None) -> int:
     return cached(server.post("/v1/chat/completions", body, headers or {}).json)
 
 
-def test_a_conversation_stays_with_the_rank_that_has_its_pages(serve, eventually):
+def test_a_conversation_stays_with_the_rank_that_has_its_pages(serve):
     long_text = "hello the lamp or the rain? " * 12
     with serve(dp=2, kv_cache_gb=0.01, hicache_size_gb=0.01) as server:
         server.ready()

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.clients.requests import CHAT, COMPLETIONS, Answer, Asked, ask
 from benchmarks.leaks import held_when_idle
+from tests.support.waiting import eventually
 
 CONVERSATIONS = 10
 TURNS = 4
@@ -70,7 +71,7 @@ async def converse_all(port: int, seed: int, seen: Counter) -> None:
 
 
 @pytest.mark.slow
-def test_answers_do_not_depend_on_the_cache_and_nothing_is_left(serve, eventually):
+def test_answers_do_not_depend_on_the_cache_and_nothing_is_left(serve):
     options = dict(
         kv_cache_gb=(DEVICE_PAGES + 0.5) * PAGE_BYTES / 1e9,
         hicache_size_gb=(HOST_PAGES + 0.5) * PAGE_BYTES / 2**30,

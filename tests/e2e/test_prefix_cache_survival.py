@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.process_session import session_members
+from tests.support.waiting import eventually
+
 PAGE = 128
 SHARED_MEMORY = Path("/dev/shm")
 LONG_PROMPT = "hello the night is young, or so they say. " * 12
@@ -24,7 +27,7 @@ def complete(server, **fields) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_new_workers_hit_what_killed_ones_had_stored(serve, eventually):
+def test_new_workers_hit_what_killed_ones_had_stored(serve):
     # Deterministic: what is computed anew in larger steps must not part at a near tie.
     with serve(kv_cache_gb=0.01, hicache_size_gb=0.01, deterministic=True) as server:
         server.ready()
@@ -54,7 +57,7 @@ def test_new_workers_hit_what_killed_ones_had_stored(serve, eventually):
         assert complete(server) == (0, text)
 
 
-def test_a_killed_daemon_leaves_no_shared_memory(serve, eventually, session_members):
+def test_a_killed_daemon_leaves_no_shared_memory(serve):
     with serve(kv_cache_gb=0.01, hicache_size_gb=0.01) as server:
         server.ready()
         segments = set(SHARED_MEMORY.iterdir())

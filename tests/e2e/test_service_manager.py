@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import eventually
+
 
 class Manager:
     """The service manager's end of the socket."""
@@ -64,7 +66,7 @@ def manager(monkeypatch) -> Iterator[Manager]:
 
 
 @pytest.mark.slow
-def test_a_service_manager_is_told_the_truth(serve, manager, eventually):
+def test_a_service_manager_is_told_the_truth(serve, manager):
     with serve(hang_seconds=120) as server:
         manager.wait_for("READY=1", 150)
         # From here on, and not before: no request may meet an instance that is not ready.

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.process_session import session_members
+from tests.support.waiting import eventually
+
 FAKE = {"engine": "fake", "fake_step_ms": 100}
 BODY = {"prompt": "hello the", "max_tokens": 1900, "ignore_eos": True}
 """Streamed, it runs for longer than anything here takes."""
@@ -141,9 +144,7 @@ def test_a_second_start_of_one(first, others, cli):
     assert "'a' is already running" in result.stderr
 
 
-def test_the_daemon_of_one_is_killed_and_started_anew(
-    serve, parent, others, eventually, session_members
-):
+def test_the_daemon_of_one_is_killed_and_started_anew(serve, parent, others):
     with untouched(others), open_instance(serve, parent, "a") as killed:
         killed.ready()
         killed.signal(signal.SIGKILL)
@@ -154,7 +155,7 @@ def test_the_daemon_of_one_is_killed_and_started_anew(
             assert again.post("/v1/completions", {**BODY, "max_tokens": 3}).status == 200
 
 
-def test_losses_of_one(first, others, eventually):
+def test_losses_of_one(first, others):
     with untouched(others):
         before = first.pids()
         lost = {name: pid for name, pid in before.items() if pid != first.process.pid}

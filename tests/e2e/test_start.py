@@ -7,14 +7,16 @@ import subprocess
 
 import pytest
 
+from benchmarks.process_session import session_members
 from daemon.cli.start import serve_arguments
 from daemon.system.run_directory import running_pid
+from tests.support.waiting import eventually
 
 FAKE = ("--engine", "fake", "--port", "0")
 
 
 @pytest.fixture
-def started(launch, short_dir, tiny_dir, session_members, eventually):
+def started(launch, short_dir, tiny_dir):
     """started(): a `start` under way, with the pid of its instance; ended whatever happens."""
     leaders: list[int] = []
 
@@ -31,7 +33,7 @@ def started(launch, short_dir, tiny_dir, session_members, eventually):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_start_that_is_given_up_leaves_nothing(started, short_dir, session_members, number):
+def test_a_start_that_is_given_up_leaves_nothing(started, short_dir, number):
     process, pid = started("--port", "0")
     process.send_signal(number)
     output, errors = process.communicate(timeout=60)
@@ -52,7 +54,7 @@ def test_a_start_that_fails_leaves_the_log_of_an_earlier_run(cli, short_dir):
     assert (run_dir / "deepinfer.log").read_text() == "why it ended\n"
 
 
-def test_a_killed_start_does_not_keep_the_run_directory(started, cli, short_dir, eventually):
+def test_a_killed_start_does_not_keep_the_run_directory(started, cli, short_dir):
     process, _ = started(*FAKE)
     process.kill()
     process.wait(10)
@@ -65,7 +67,7 @@ def test_a_killed_start_does_not_keep_the_run_directory(started, cli, short_dir,
 
 
 def test_a_start_that_was_stopped_meanwhile_hears_that_the_instance_is_ready(
-    started, cli, short_dir, eventually
+    started, cli, short_dir
 ):
     process, _ = started(*FAKE)
     process.send_signal(signal.SIGSTOP)  # as a busy machine does, or Ctrl-Z
@@ -77,9 +79,7 @@ def test_a_start_that_was_stopped_meanwhile_hears_that_the_instance_is_ready(
     assert cli("stop", *here).returncode == 0
 
 
-def test_commands_tell_the_instance_that_runs_in_the_directory(
-    cli, tiny_dir, short_dir, eventually
-):
+def test_commands_tell_the_instance_that_runs_in_the_directory(cli, tiny_dir, short_dir):
     run_dir = short_dir / "run"
     here = ("--run-dir", run_dir)
     start = ("start", "--instance", "blue", *here, "--model", tiny_dir, *FAKE)

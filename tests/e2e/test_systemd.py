@@ -15,12 +15,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 SYSTEMD = Path("/usr/lib/systemd/systemd")
@@ -151,7 +153,7 @@ def reason_against() -> str:
 
 
 @pytest.fixture(scope="module")
-def machine(tiny_dir: Path, eventually: Callable) -> Iterator[Machine]:
+def machine(tiny_dir: Path) -> Iterator[Machine]:
     reason = reason_against()
     if reason:
         pytest.skip(reason)
@@ -202,7 +204,7 @@ def test_active_means_ready_and_instances_do_not_disturb_each_other(two):
     assert two.http_status(18001, "/ready") == 200
 
 
-def test_a_killed_daemon_is_started_again(two, eventually):
+def test_a_killed_daemon_is_started_again(two):
     pid = two.show("deepinfer@a", "MainPID")
     neighbour = two.show("deepinfer@a-b", "MainPID")
     two.output("kill", "-9", pid)
@@ -219,7 +221,7 @@ def test_a_killed_daemon_is_started_again(two, eventually):
     assert two.show("deepinfer@a-b", "MainPID") == neighbour
 
 
-def test_deepinfer_stop_is_a_stop_for_systemd_too(two, eventually):
+def test_deepinfer_stop_is_a_stop_for_systemd_too(two):
     two.deepinfer("stop", "--instance", "a")
     eventually(
         lambda: two.show("deepinfer@a", "ActiveState") == "inactive", 30, "systemd has noticed"
@@ -246,7 +248,7 @@ def test_a_configuration_error_is_not_tried_again(machine, name, options, said):
     assert said in machine.journal()
 
 
-def test_a_daemon_that_hangs_is_ended_by_the_watchdog(machine, eventually):
+def test_a_daemon_that_hangs_is_ended_by_the_watchdog(machine):
     machine.make_instance("hung", 18004)
     machine.write("/run/systemd/system/deepinfer@hung.service.d/short.conf",
                   "[Service]\nWatchdogSec=5\n")  # fmt: skip
@@ -266,7 +268,7 @@ def test_a_daemon_that_hangs_is_ended_by_the_watchdog(machine, eventually):
     machine.output("systemctl", "stop", "deepinfer@hung")
 
 
-def test_a_stop_waits_for_the_answers_under_way(machine, eventually):
+def test_a_stop_waits_for_the_answers_under_way(machine):
     machine.make_instance("slow", 18006, fake_step_ms=5)
     # Far less than the answer takes: the daemon has to ask for more.
     machine.write("/run/systemd/system/deepinfer@slow.service.d/short.conf",

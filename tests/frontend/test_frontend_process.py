@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -21,6 +21,7 @@ import zmq
 from frontend.gate import INFORMED_SECONDS
 from frontend.settings import FrontendSettings
 from frontend.tokenizer.load import load_tokenizer
+from tests.support.waiting import eventually
 from transport.child import ProcessSettings
 from transport.framing import token_frame
 from transport.ids import ProcessName
@@ -141,12 +142,12 @@ class Running:
         connection.close()
         return result
 
-    def wait_for(self, condition, seconds: float = 30.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        def check() -> object:
             assert self.process.poll() is None, "the process ended"
-            assert time.monotonic() < deadline, "the condition did not come true in time"
-            time.sleep(0.02)
+            return condition()
+
+        eventually(check)
 
     def wait_ready(self) -> None:
         self.wait_for(lambda: self.request("GET", "/ready")[0] == 200)
@@ -163,7 +164,7 @@ def running(tmp_path: Path, smollm2_dir: Path, request: pytest.FixtureRequest) -
     settings = FrontendSettings(
         process=ProcessSettings(NAME, "frontend", "test", str(run_dir), os.getpid(), "hash"),
         listen_fd=listener.fileno(), model_dir=str(smollm2_dir), model_name="m",
-        api_keys_file=None, max_body_bytes=1 << 20, max_header_bytes=32_768, body_seconds=5.0,
+        max_body_bytes=1 << 20, max_header_bytes=32_768, body_seconds=5.0,
         keep_alive_seconds=900, max_choices=8, stream_high_water_bytes=1 << 20,
         slow_reader_seconds=30.0, retry_after_seconds=1, drain_seconds=1.0,
     )  # fmt: skip

@@ -6,6 +6,7 @@ import re
 
 from frontend.api.answers import CollectedAnswer
 from tests.support.frontend import Script, request_http
+from tests.support.waiting import eventually
 from transport.messages.generate import Cancel, RequestFailed
 from transport.messages.to_router import Submit
 
@@ -21,7 +22,7 @@ def test_what_the_server_gives_up_is_not_blamed_on_the_client(serve):
     server = serve(script)
     body = {"prompt": ["good", "bad"]}
     assert request_http(server, "POST", COMPLETIONS, body).status == 500
-    server.wait_for(lambda: not server.services.jobs)
+    eventually(lambda: not server.services.jobs)
     good = next(s.request_id for s in server.router.of_kind(Submit) if s.request_id.endswith("-0"))
     assert [(c.request_id, c.cause) for c in server.router.of_kind(Cancel)] == [(good, "failed")]
 
@@ -33,7 +34,7 @@ def test_a_fault_of_the_frontend_ends_the_work_as_failed(serve, monkeypatch):
     monkeypatch.setattr(CollectedAnswer, "result", fault)
     server = serve(Script(hang_after=1))
     assert request_http(server, "POST", COMPLETIONS, {"prompt": "Hi"}).status == 500
-    server.wait_for(lambda: not server.services.jobs)
+    eventually(lambda: not server.services.jobs)
     assert [c.cause for c in server.router.of_kind(Cancel)] == ["failed"]
 
 
@@ -46,7 +47,7 @@ def test_the_log_counts_the_finish_reasons_of_many_choices(serve, caplog):
         body = {"prompt": ["short", "long", "short"], "n": 4}
         assert request_http(server, "POST", COMPLETIONS, body).status == 200
         assert request_http(server, "POST", COMPLETIONS, {"prompt": "short"}).status == 200
-        server.wait_for(lambda: len(caplog.messages) == 2)
+        eventually(lambda: len(caplog.messages) == 2)
     reasons = [re.search(r"finish=(\S+)", line)[1] for line in caplog.messages]
     assert reasons == ["length:4,stop:8", "stop"]
 

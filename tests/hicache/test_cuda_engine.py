@@ -77,7 +77,7 @@ class Rank:
     def turn(self) -> bool:
         step = self.scheduler.next_step()
         if step is not None:
-            self.transfers.load(step.plan.loads, step.plan.written_pages())
+            self.transfers.load(step.plan.loads, step.plan.written_pages)
             step.launched = self.engine.launch(step.plan)
             self.transfers.store(step.plan.stores)
         depth = self.engine.info.pipeline_depth if step is not None else 0

@@ -171,7 +171,7 @@ class Rank:
         step = self.scheduler.next_step()
         self.scheduler.check_integrity()
         if step is not None:
-            self.transfers.load(step.plan.loads, step.plan.written_pages())
+            self.transfers.load(step.plan.loads, step.plan.written_pages)
             step.launched = self.engine.launch(step.plan)
             self.transfers.store(step.plan.stores)
         worked = self.scheduler.num_in_flight > (self.depth if step is not None else 0)

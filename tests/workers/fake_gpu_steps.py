@@ -32,11 +32,11 @@ from workers.attention.page_pool import PagePool
 from workers.contract import DecodeRow, EngineInfo, PromptChunk, StepPlan
 from workers.engine import step_buffers
 from workers.engine.engine import ModelEngine
-from workers.models.deepseek_v41.cache.pools import ServingCaches
+from workers.models.deepseek_v41.cache.pools import Caches
 from workers.models.deepseek_v41.cache.states import cut_state, load_state
 from workers.models.deepseek_v41.config.config_file import read_config
 from workers.models.deepseek_v41.layout.cache_layout import build_cache_layout as describe_caches
-from workers.models.deepseek_v41.layout.row_layout import build_serving_layout
+from workers.models.deepseek_v41.layout.row_layout import build_row_layout
 from workers.models.deepseek_v41.loading.placing import WeightLoader
 from workers.models.deepseek_v41.model.model import DeepseekV41
 from workers.models.deepseek_v41.model.served import ServedDeepseekV41
@@ -198,13 +198,26 @@ def test_deepseek_v41_keeps_to_the_gpu(request, kv_format):
             module._stacks = {name: moved(stack) for name, stack in module._stacks.items()}
     for rope in (model.window_rope, model.compressed_rope):
         rope.frequencies = moved(rope.frequencies)
-    layout = build_serving_layout(config, kv_format, 24, store_anchors=True)
-    caches = ServingCaches(config, layout, 40, 4, GPU, torch.bfloat16)
+    layout = build_row_layout(config, kv_format, 24, store_anchors=True)
+    caches = Caches(config, layout, 40, 4, GPU, torch.bfloat16)
     served = ServedDeepseekV41(model, caches, FakeLookup(config), batch_invariant=False)
     described = describe_caches(config, layout, 24, "bfloat16", "weights")
     run(ModelEngine(served, info(described, config.vocab_size, 0), GPU, 512))
     with Watch():
         load_state(caches, 2, cut_state(caches, 0, 256, 301), 256)
+
+
+def test_what_a_step_was_told_stays_while_the_next_is_launched(fake_gpu):
+    """The copy to the GPU may not have run yet."""
+    buffers = step_buffers.StepBuffers(GPU, 1, 8, 2, 4)
+    told = []
+    for step in range(4):
+        buffers.begin()
+        buffers.put(np.full(3, step, np.int32))
+        buffers.send()
+        told.append(buffers._mirrors[buffers._turn].array)
+        assert told[step][0] == step
+        assert step == 0 or told[step - 1][0] == step - 1
 
 
 def test_the_watch_sees_what_a_gpu_would_wait_for_or_refuse(fake_gpu):

@@ -3,6 +3,7 @@ batched and alone, with chunked prefill forced small, and with preemption forced
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from pathlib import Path
 
@@ -13,10 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3
 
 from tests.support.engines import open_engine
 from tests.support.greedy_reference import greedy_reference
-from transport.ids import ProcessName, RequestId
-from transport.messages.generate import RUNNING, Generate, SamplingParams
-from workers.scheduling.scheduler import Scheduler
-from workers.scheduling.sequence import Sequence
+from tests.support.scheduled import Answers, run_scheduled
+from transport.messages.generate import SamplingParams
 
 PAGE_BYTES_SMOLLM2 = 30 * 2 * 3 * 64 * 4 * 128
 
@@ -33,7 +32,7 @@ PROMPTS = [
 NEW_TOKENS = 16
 
 
-def run_scheduled(
+def run(
     model_dir: Path,
     prompts: list[list[int]],
     *,
@@ -43,8 +42,8 @@ def run_scheduled(
     page_bytes: int,
     new_tokens: int = NEW_TOKENS,
     stagger: int = 0,
-) -> tuple[list[list[int]], int]:
-    """Greedy tokens per prompt, and how often a sequence was preempted."""
+) -> Answers:
+    """Greedy, over a pool of so many pages."""
     engine = open_engine(
         model_dir,
         max_model_len=pages * 128,
@@ -53,41 +52,10 @@ def run_scheduled(
         max_batched_tokens=chunk,
         num_threads=torch.get_num_threads(),
     )
-    try:
+    with contextlib.closing(engine):
         assert engine.info.num_pages == pages
-        scheduler = Scheduler(engine.info, chunk, prefill_any_interval=1)
-        sequences = [
-            Sequence(
-                key=(RequestId(f"r{i:02}"), 0),
-                frontend=ProcessName("frontend/0"),
-                prompt=np.asarray(ids, dtype=np.int32),
-                prompt_len=len(ids),
-                generate=Generate(SamplingParams(new_tokens, temperature=0.0, ignore_eos=True)),
-                seed=i,
-                arrival=float(i),
-            )
-            for i, ids in enumerate(prompts)
-        ]
-        waiting = list(sequences)
-        unfinished = len(sequences)
-        for turn in range(100_000):
-            if waiting and (not stagger or turn % stagger == 0):
-                for sequence in waiting if not stagger else waiting[:1]:
-                    scheduler.add(sequence)
-                waiting = [] if not stagger else waiting[1:]
-            step = scheduler.next_step()
-            if step is None:
-                continue
-            step.launched = engine.launch(step.plan)
-            for row in scheduler.collect().rows:
-                unfinished -= row.finish != RUNNING
-            scheduler.check_integrity()
-            if not unfinished:
-                break
-        assert scheduler.blocks.pages_used == scheduler.blocks.slots_used == 0
-        return [sequence.generated for sequence in sequences], scheduler.counts.preemptions
-    finally:
-        engine.close()
+        greedy = SamplingParams(new_tokens, temperature=0.0, ignore_eos=True)
+        return run_scheduled(engine, prompts, chunk=chunk, sampling=greedy, stagger=stagger)
 
 
 @functools.cache
@@ -105,11 +73,11 @@ def smollm2_reference(model_dir: Path) -> tuple[list[list[int]], list[list[int]]
 def test_smollm2_equals_generate_on_twenty_prompts(smollm2_dir, max_num_seqs, chunk, stagger):
     prompts, wanted = smollm2_reference(smollm2_dir)
     assert len({len(ids) for ids in prompts}) > 10
-    got, _ = run_scheduled(
+    answers = run(
         smollm2_dir, prompts, max_num_seqs=max_num_seqs, chunk=chunk, pages=64,
         page_bytes=PAGE_BYTES_SMOLLM2, stagger=stagger,
     )  # fmt: skip
-    assert got == wanted
+    assert answers.tokens == wanted
 
 
 def tiny_model(folder: Path, family: str) -> Path:
@@ -132,9 +100,9 @@ def test_preemption_does_not_change_a_token(tmp_path, family, chunk):
     prompts = [rng.integers(3, 199, size).tolist() for size in (5, 120, 127, 128, 129, 200, 300)]
     wanted = greedy_reference(model_dir, prompts, 140)
     page_bytes = 2 * 2 * 2 * 16 * 4 * 128
-    got, preemptions = run_scheduled(
+    answers = run(
         model_dir, prompts, max_num_seqs=7, chunk=chunk, pages=9, page_bytes=page_bytes,
         new_tokens=140,
     )  # fmt: skip
-    assert preemptions > 0, "the pool was large enough: nothing was tested"
-    assert got == wanted
+    assert answers.preemptions > 0, "the pool was large enough: nothing was tested"
+    assert answers.tokens == wanted

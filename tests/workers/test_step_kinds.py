@@ -33,7 +33,7 @@ TRAFFIC = st.lists(
 
 
 def launch(rank, step: InFlightStep) -> None:
-    rank.transfers.load(step.plan.loads, step.plan.written_pages())
+    rank.transfers.load(step.plan.loads, step.plan.written_pages)
     step.launched = rank.engine.launch(step.plan)
     rank.transfers.store(step.plan.stores)
 
@@ -141,6 +141,52 @@ def test_steps_of_any_kind_may_be_filled_and_dropped_and_placeholders_come_betwe
         rank.check_rest()
 
 
+def vote(ranks) -> list[StepDraft]:
+    """The next step of ranks that must all run the same kind at the same time: prompts if any wants to
+    and some rank can fill such a step, else decodes if anybody decodes."""
+    wanted = {rank.scheduler.next_kind() for rank in ranks}
+    for kind in (StepKind.PROMPT, StepKind.DECODE):
+        if kind in wanted or kind is StepKind.DECODE:
+            drafts = [rank.scheduler.fill(kind) for rank in ranks]
+            if any(draft.rows for draft in drafts):
+                return drafts
+    return []
+
+
+@given(TRAFFIC, TRAFFIC, st.integers(13, 24), st.integers(3, 40), st.integers(0, 1))
+def test_ranks_that_vote_run_one_kind_together_and_get_all_tokens(
+    first, second, num_pages, budget, depth
+):
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for _ in range(2):
+            fd = create_segment("test")
+            stack.callback(os.close, fd)
+            ranks.append(Rank(fd, 5, 11, num_pages=num_pages, budget=budget, depth=depth))
+            stack.callback(ranks[-1].close)
+        for turn in range(2000):
+            for rank, traffic in zip(ranks, (first, second), strict=True):
+                for number, (prompt, output, at, priority) in enumerate(traffic):
+                    if at == turn:
+                        rank.add(number, prompt, output, priority=priority)
+            drafts = vote(ranks)
+            assert len({draft.kind for draft in drafts}) <= 1
+            for rank, draft in zip(ranks, drafts, strict=False):
+                launch(rank, rank.scheduler.commit(draft))
+            for rank in ranks:
+                collect(rank, depth if drafts else 0)
+            busy = any(r.scheduler.num_waiting or r.scheduler.num_running for r in ranks)
+            if turn > 20 and not drafts and not busy:
+                break
+        else:
+            raise AssertionError("they never came to rest")
+        for rank, traffic in zip(ranks, (first, second), strict=True):
+            for number, (prompt, output, _, _) in enumerate(traffic):
+                assert rank.tokens_of(number) == rank.simulate(prompt, output)
+            rank.run()
+            rank.check_rest()
+
+
 @pytest.mark.parametrize("kind", list(StepKind))
 def test_a_placeholder_leaves_all_books_unchanged(make_rank, kind):
     rank = make_rank(5, 11)
@@ -151,7 +197,7 @@ def test_a_placeholder_leaves_all_books_unchanged(make_rank, kind):
         rank.turn()
 
     def books() -> object:
-        live = list(scheduler._sequences.values())
+        live = list(scheduler._live())
         own = ("status", "num_computed", "in_flight", "epoch", "slot", "pages", "num_tokens")
         return copy.deepcopy([
             [[getattr(s, name) for name in own] for s in live],

@@ -70,6 +70,9 @@ class SegmentedStep:
     masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
     """By slot and window; made once per step."""
 
+    def __post_init__(self) -> None:
+        self._tables = {s.slot: self.block_table[s.slot] for s in self.segments}
+
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
@@ -111,7 +114,7 @@ class SegmentedStep:
     ) -> tuple[Tensor, Tensor]:
         """Keys and values as `dtype` from `_first_key` to the segment's end: [L,Hk,D], [L,Hk,Dv]."""
         first, end = _first_key(segment, window), segment.end
-        pages = self.block_table[segment.slot, first // PAGE_TOKENS : -(-end // PAGE_TOKENS)]
+        pages = self._tables[segment.slot][first // PAGE_TOKENS : -(-end // PAGE_TOKENS)]
         keys = self.pool.keys[layer].index_select(0, pages).flatten(0, 1)
         values = self.pool.values[layer].index_select(0, pages).flatten(0, 1)
         count = end - first

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class PromptRows(NamedTuple):
-    """Of a prompt step: token and position of each row, and the length of each sequence after it."""
+    """The rows of a prompt step: token and position of each, and the length of each sequence after it."""
 
     token_ids: Tensor
     positions: Tensor
@@ -126,8 +126,8 @@ class SlotTables:
         )
         logit_rows = tuple(LogitRow(i, s.start) for i, s in enumerate(segments))
         batch = Batch(plan, segments, logit_rows)
-        slots = upload.put(_words(s.slot for s in segments))
-        rows = _put_logit_rows(batch, upload)
+        slots = upload.put(np.array([row.slot for row in plan.decodes], np.int32))
+        rows = upload.put(np.arange(len(segments), dtype=np.int32))
         # Last, as their sizes vary from step to step.
         arrivals = new_pages = None
         if plan.arrivals:

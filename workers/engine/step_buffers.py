@@ -17,7 +17,7 @@ _WORDS_PER_SEQUENCE: Final = 96
 
 
 class HostWords(NamedTuple):
-    """The same memory twice."""
+    """One piece of host memory, as a tensor and as an array."""
 
     tensor: Tensor
     array: IntArray

@@ -87,7 +87,7 @@ class SampledTokens:
     top_logprobs: Tensor | None = None
 
     def to_host(self) -> SampledTokens:
-        """The same on the host; from a GPU complete once the work queued so far is."""
+        """These tokens on the host; from a GPU they are complete once the work queued so far is."""
 
         def fetch(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to("cpu", non_blocking=True)
@@ -128,7 +128,7 @@ class SamplingInputs:
     """The host's part of one step's sampling. Tensors are int32 views of the step's upload."""
 
     states: list[_SlotSampling]
-    """Of the sampled rows."""
+    """One for each sampled row."""
     work: _StepWork
     slots: Tensor
     """[R]."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Callable, Iterable
 
 from workers.scheduling.index_pool import IndexPool
 from workers.scheduling.sequence import Sequence, Status
+from workers.scheduling.sequence_queue import SequenceQueue
 
 
 class BlockManager:
@@ -29,7 +29,7 @@ class BlockManager:
         self._slots = IndexPool(num_slots)
         self.page_tokens = page_tokens
         self._preempt = preempt
-        self._holders: list[Sequence] = []  # in `Sequence.order`
+        self._holders = SequenceQueue()
         """All that have a slot."""
 
     @property
@@ -92,7 +92,6 @@ class BlockManager:
         return True
 
     def _slot_victim(self, sequence: Sequence) -> Sequence | None:
-        """Who gives up its slot for the sequence, while none is free."""
         return None if self._slots.num_free else self._last_after(sequence)
 
     def _promised(self, holder: Sequence) -> int:
@@ -103,7 +102,7 @@ class BlockManager:
 
     def _take_slot(self, sequence: Sequence) -> None:
         sequence.slot = self._slots.take(1)[0]
-        insort(self._holders, sequence, key=lambda other: other.order)
+        self._holders.add(sequence)
 
     # ---- pages --------------------------------------------------------------------------------
 
@@ -116,7 +115,6 @@ class BlockManager:
         return min(stop, len(sequence.pages) * self.page_tokens)
 
     def _take_pages(self, sequence: Sequence, count: int) -> None:
-        """As many as there are, up to `count`."""
         while count > self._pages.num_free:
             victim = self._last_after(sequence)
             if victim is None:
@@ -138,7 +136,6 @@ class BlockManager:
             self._holders.remove(sequence)
 
     def _last_after(self, sequence: Sequence) -> Sequence | None:
-        """The last holder in order, if it comes after `sequence` and may be preempted."""
         for other in reversed(self._holders):
             if _gives_way(other, sequence):
                 return other
@@ -157,7 +154,7 @@ class BlockManager:
         self._pages.check_integrity(page for s in sequences for page in s.pages)
         self._slots.check_integrity(s.slot for s in sequences if s.slot is not None)
         holders = sorted((s for s in sequences if s.slot is not None), key=lambda s: s.order)
-        if self._holders != holders:
+        if list(self._holders) != holders:
             raise AssertionError("the holders are not those that have a slot, in order")
         for sequence in sequences:
             if self._pages_for(sequence.num_computed) > len(sequence.pages):

@@ -8,6 +8,7 @@ from workers.contract import DecodeRow, PromptChunk, StepPlan
 from workers.scheduling.block_manager import BlockManager
 from workers.scheduling.prefill import prompt_chunk
 from workers.scheduling.sequence import Sequence
+from workers.scheduling.sequence_queue import SequenceQueue
 from workers.scheduling.step import StepRow
 
 
@@ -26,11 +27,10 @@ class Decode:
         self._preempt = preempt
         self._keep_tokens = keep_tokens
 
-    def fill(self, running: Iterable[Sequence]) -> tuple[StepRow, ...]:
-        """The next positions of those that run, given in order."""
+    def fill(self, running: SequenceQueue) -> tuple[StepRow, ...]:
         rows: list[StepRow] = []
-        for sequence in list(running):
-            if not sequence.may_decode:  # or no more: one before it took its pages
+        for sequence in running:
+            if not sequence.may_decode:
                 continue
             position = sequence.num_computed
             has_page = position < len(sequence.pages) * self._blocks.page_tokens

@@ -39,10 +39,9 @@ class IndexPool:
         return taken
 
     def give_back(self, indexes: Iterable[int]) -> None:
-        """Return indexes.
-
+        """
         Raises:
-            KeyError: one of them was not handed out.
+            KeyError: one of the indexes was not handed out.
         """
         for index in indexes:
             self._used.remove(index)

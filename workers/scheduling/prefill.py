@@ -9,6 +9,7 @@ from hicache.manager.step_copies import PrefixLoad, PrefixStore
 from workers.contract import PromptChunk, StepPlan
 from workers.scheduling.block_manager import BlockManager
 from workers.scheduling.sequence import Sequence
+from workers.scheduling.sequence_queue import SequenceQueue
 from workers.scheduling.step import StepRow
 
 
@@ -29,7 +30,7 @@ class Prefill:
         self._max_batched_tokens = max_batched_tokens
         self._keep_tokens = keep_tokens
 
-    def fill(self, waiting: Iterable[Sequence], decodes: bool) -> tuple[StepRow, ...]:
+    def fill(self, waiting: SequenceQueue, decodes: bool) -> tuple[StepRow, ...]:
         """The next chunks of those that wait, given in order.
 
         Args:
@@ -38,7 +39,7 @@ class Prefill:
         """
         rows: list[StepRow] = []
         budget = self._max_batched_tokens
-        for sequence in list(waiting):
+        for sequence in waiting:
             if budget <= 0:
                 break
             if sequence.slot is None:

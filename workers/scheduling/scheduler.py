@@ -18,8 +18,8 @@ count what is in flight, and results of a sequence that has meanwhile finished a
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hicache.manager.null import NO_REUSE, Reuse
@@ -29,7 +29,8 @@ from workers.contract import EngineInfo, StepPlan, TokenLogprobs
 from workers.scheduling.block_manager import BlockManager
 from workers.scheduling.decode import Decode
 from workers.scheduling.prefill import Prefill
-from workers.scheduling.sequence import Sequence, SequenceKey, Status
+from workers.scheduling.sequence import Sequence, Status
+from workers.scheduling.sequence_queue import SequenceQueue
 from workers.scheduling.step import InFlightStep, StepDraft, StepKind, StepOutput, TokenRow
 
 
@@ -65,9 +66,10 @@ class Scheduler:
         self._eos = frozenset(engine.eos_token_ids)
         self._interval = prefill_any_interval
         self._decodes_since_prompt = prefill_any_interval
-        self._sequences: dict[SequenceKey, Sequence] = {}
-        self._waiting: list[Sequence] = []  # in `Sequence.order`
-        self._running: list[Sequence] = []  # in `Sequence.order`
+        self._requests: dict[RequestId, dict[int, Sequence]] = {}
+        """The choices that are here, by their index."""
+        self._waiting = SequenceQueue()
+        self._running = SequenceQueue()
         self._in_flight: deque[InFlightStep] = deque()
         self._last_step = 0
         self.counts = SchedulerCounts()
@@ -96,7 +98,7 @@ class Scheduler:
             ValueError: it can never fit into the pool, has no tokens, or its key is taken.
         """
         self._check_new(sequence)
-        self._sequences[sequence.key] = sequence
+        self._keep(sequence)
         self._enqueue(sequence)
 
     def reserve(self, sequence: Sequence) -> bool:
@@ -113,7 +115,7 @@ class Scheduler:
         if not self.blocks.reserve(sequence, sequence.num_tokens, spare=bool(self._running)):
             return False
         sequence.status = Status.RESERVED
-        self._sequences[sequence.key] = sequence
+        self._keep(sequence)
         return True
 
     def adopt(
@@ -141,10 +143,14 @@ class Scheduler:
                 f"prompt and output need {longest} tokens, but this rank's pool holds "
                 f"{self.blocks.max_tokens_of_one}"
             )
-        if not len(sequence.prompt) or sequence.key in self._sequences:
+        if not len(sequence.prompt) or self._matching(*sequence.key):
             raise ValueError(f"sequence {sequence.key} is empty or already here")
         eos = frozenset[int]() if sequence.sampling.ignore_eos else self._eos
         sequence.stop_tokens = eos.union(sequence.sampling.stop_token_ids)
+
+    def _keep(self, sequence: Sequence) -> None:
+        request_id, index = sequence.key
+        self._requests.setdefault(request_id, {})[index] = sequence
 
     def cancel(self, request_id: RequestId, index: int = ALL_CHOICES) -> list[Sequence]:
         """Drop a choice or all choices of a request, whatever stage they are in. Idempotent.
@@ -156,19 +162,22 @@ class Scheduler:
         return dropped
 
     def cancel_all(self) -> None:
-        for sequence in list(self._sequences.values()):
+        for sequence in list(self._live()):
             self._finish(sequence)
 
     def throttle(self, request_id: RequestId, index: int, paused: bool) -> None:
-        """Leave a sequence out of decode steps, or take it in again."""
         for sequence in self._matching(request_id, index):
             sequence.paused = paused
 
     def _matching(self, request_id: RequestId, index: int) -> list[Sequence]:
-        if index != ALL_CHOICES:
-            found = self._sequences.get((request_id, index))
-            return [] if found is None else [found]
-        return [s for key, s in self._sequences.items() if key[0] == request_id]
+        choices = self._requests.get(request_id, {})
+        if index == ALL_CHOICES:
+            return list(choices.values())
+        return [choices[index]] if index in choices else []
+
+    def _live(self) -> Iterator[Sequence]:
+        for choices in self._requests.values():
+            yield from choices.values()
 
     # ---- the next step ------------------------------------------------------------------------
 
@@ -283,15 +292,14 @@ class Scheduler:
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
-        insort(self._waiting, sequence, key=lambda other: other.order)
+        self._waiting.add(sequence)
         self._prefixes.enqueue(sequence.prefix, sequence.token_slice(0, sequence.num_tokens))
 
     def _start_running(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
-        insort(self._running, sequence, key=lambda other: other.order)
+        self._running.add(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take everything from a sequence; it starts over from its tokens when there is room."""
         self._leave_queue(sequence)
         self._release(sequence)
         self._enqueue(sequence)
@@ -301,7 +309,11 @@ class Scheduler:
         self._leave_queue(sequence)
         self._release(sequence)
         sequence.status = Status.FINISHED
-        del self._sequences[sequence.key]
+        request_id, index = sequence.key
+        choices = self._requests[request_id]
+        del choices[index]
+        if not choices:
+            del self._requests[request_id]
 
     def _leave_queue(self, sequence: Sequence) -> None:
         if sequence.status is Status.WAITING:
@@ -321,10 +333,10 @@ class Scheduler:
         Raises:
             AssertionError: something is lost, owned twice or in the wrong place.
         """
-        live = list(self._sequences.values())
+        live = list(self._live())
         for queue, status in ((self._waiting, Status.WAITING), (self._running, Status.RUNNING)):
             ordered = sorted((s for s in live if s.status is status), key=lambda s: s.order)
-            if queue != ordered:
+            if list(queue) != ordered:
                 raise AssertionError(f"the queue of those {status.value} is not right")
         if any(sequence.status is Status.FINISHED for sequence in live):
             raise AssertionError("a sequence is kept that is over")

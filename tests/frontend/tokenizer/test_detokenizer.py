@@ -176,3 +176,14 @@ def test_neither_torch_nor_transformers_is_imported(smollm2_dir: Path) -> None:
         timeout=60,
     )
     assert json.loads(done.stdout) == []
+
+
+def test_no_token_stands_for_more_text_than_is_said(detokenizers, tokenizers_by_family):
+    for family, detokenizer in detokenizers.items():
+        most = detokenizer.max_token_bytes
+        if most is None:
+            continue
+        tokenizer = tokenizers_by_family[family]
+        for text in ("Grüße, 世界! " * 20, " " * 300, "abcdefgh" * 30, "\u1112\u1161\u11ab" * 50):
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+            assert len(text.encode()) <= most * len(ids), family

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from workers.models.deepseek_v41.cache.pools import ServingCaches
+from workers.models.deepseek_v41.cache.pools import Caches
 from workers.models.deepseek_v41.engram.hashing import BORDER
 from workers.models.deepseek_v41.layout.row_layout import entries_per_page
 from workers.models.deepseek_v41.model.model import Layer
@@ -69,7 +69,7 @@ def test_latent_rotated_at_the_last_token(run, monkeypatch):
 
 def test_index_keys_of_another_source_where_no_entry_is_completed(run, monkeypatch):
     """What the last source, layer 6, left behind a step earlier."""
-    original = ServingCaches.index_keys
+    original = Caches.index_keys
     completes = True
 
     def index_keys(self, source, pages):
@@ -81,5 +81,5 @@ def test_index_keys_of_another_source_where_no_entry_is_completed(run, monkeypat
         nonlocal completes
         completes = position % 2 == 1
 
-    monkeypatch.setattr(ServingCaches, "index_keys", index_keys)
+    monkeypatch.setattr(Caches, "index_keys", index_keys)
     assert run.worst_difference(before_step) == pytest.approx(4.09, abs=0.02)

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from tests.support.engines import DirectUpload, batch_tensors
 from workers.attention.batch import LogitRow, Segment
-from workers.models.deepseek_v41.cache.pools import ServingCaches
+from workers.models.deepseek_v41.cache.pools import Caches
 from workers.models.deepseek_v41.config.model_config import ModelConfig, RopeScaling
 from workers.models.deepseek_v41.engram.hashing import EngramHash, _primes_from
 from workers.models.deepseek_v41.engram.lookup import EngramLookup
 from workers.models.deepseek_v41.engram.table import DummyEngramTable
-from workers.models.deepseek_v41.layout.row_layout import build_serving_layout
+from workers.models.deepseek_v41.layout.row_layout import build_row_layout
 from workers.models.deepseek_v41.loading.placing import WeightLoader
 from workers.models.deepseek_v41.model.model import DeepseekV41
 from workers.models.deepseek_v41.steps.step import StepBuilder
@@ -114,14 +114,14 @@ class Runner:
 
     def __init__(self, case: Case, *, batch_invariant: bool) -> None:
         config = case.config
-        layout = build_serving_layout(
+        layout = build_row_layout(
             config, case.kv_format, case.keep_tokens, store_anchors=case.store_anchors
         )
         slots = len(case.ids)
         self.case = case
         self.model = DeepseekV41(config, torch.float32, CPU)
         WeightLoader(self.model, DummyWeights(config, CPU), torch.float32, CPU).load()
-        self.caches = ServingCaches(config, layout, PAGES * slots, slots, CPU, torch.float32)
+        self.caches = Caches(config, layout, PAGES * slots, slots, CPU, torch.float32)
         self.caches.states.fill_(255)  # NaN in every format: whoever was here before
         self.caches.pages.fill_(255)
         self.builder = StepBuilder(config, layout, batch_invariant=batch_invariant)

@@ -9,10 +9,10 @@ import torch
 from workers.contract import DecodeRow, StepPlan
 from workers.engine.slot_tables import SlotTables
 from workers.engine.step_buffers import StepBuffers
-from workers.models.deepseek_v41.cache.pools import ServingCaches
+from workers.models.deepseek_v41.cache.pools import Caches
 from workers.models.deepseek_v41.cache.states import cut_state
 from workers.models.deepseek_v41.config.config_file import read_config
-from workers.models.deepseek_v41.layout.row_layout import build_serving_layout
+from workers.models.deepseek_v41.layout.row_layout import build_row_layout
 from workers.models.deepseek_v41.loading.placing import weight_bytes
 from workers.models.deepseek_v41.model.model import DeepseekV41
 from workers.models.deepseek_v41.weights.dummy import DummyWeights
@@ -97,10 +97,8 @@ def test_the_pools_are_planned_from_the_free_memory(make_driver):
 
 
 def test_caches_of_the_released_sizes():
-    layout = build_serving_layout(read_config(RELEASED), "compact", 140, store_anchors=True)
-    caches = ServingCaches(
-        read_config(RELEASED), layout, 8, 2, torch.device("cuda", 0), torch.bfloat16
-    )
+    layout = build_row_layout(read_config(RELEASED), "compact", 140, store_anchors=True)
+    caches = Caches(read_config(RELEASED), layout, 8, 2, torch.device("cuda", 0), torch.bfloat16)
     assert caches.pages.nbytes == 8 * 114_048
     assert cut_state(caches, 1, 256, 300).nbytes == 1_415_040
 

@@ -10,7 +10,7 @@ from workers.models.deepseek_v41.config.layer_cut import cut_layers
 from workers.models.deepseek_v41.config.model_config import ModelConfig, Quantization, RopeScaling
 from workers.models.deepseek_v41.layout import cache_layout
 from workers.models.deepseek_v41.layout.cache_layout import build_cache_layout
-from workers.models.deepseek_v41.layout.row_layout import build_serving_layout
+from workers.models.deepseek_v41.layout.row_layout import build_row_layout
 
 KEEP = 140
 RELEASED = ModelConfig(
@@ -30,7 +30,7 @@ RELEASED = ModelConfig(
 
 
 def test_the_compact_formats_take_the_published_number_of_bytes():
-    layout = build_serving_layout(RELEASED, "compact", KEEP, store_anchors=False)
+    layout = build_row_layout(RELEASED, "compact", KEEP, store_anchors=False)
     assert layout.page_bytes == 114048
     assert layout.stored_state_bytes == 1415040
     assert layout.records.main == 288
@@ -51,9 +51,7 @@ def test_the_compact_formats_take_the_published_number_of_bytes():
 def test_a_cut_model_takes_the_bytes_of_the_layers_that_are_left(
     layers, entries, page_bytes, encoder_layers
 ):
-    layout = build_serving_layout(
-        cut_layers(RELEASED, layers), "compact", KEEP, store_anchors=False
-    )
+    layout = build_row_layout(cut_layers(RELEASED, layers), "compact", KEEP, store_anchors=False)
     assert layout.page_bytes == page_bytes
     assert 0 <= page_bytes - entries * (68 + 288) < 1152  # rounded up
     assert layout.stored_state_bytes == encoder_layers * 70752
@@ -61,22 +59,22 @@ def test_a_cut_model_takes_the_bytes_of_the_layers_that_are_left(
 
 @pytest.mark.parametrize(("kv_format", "size"), [("bfloat16", 2), ("float32", 4)])
 def test_plain_formats_take_their_numbers(kv_format, size):
-    layout = build_serving_layout(RELEASED, kv_format, KEEP, store_anchors=False)
+    layout = build_row_layout(RELEASED, kv_format, KEEP, store_anchors=False)
     entries = 3 * 64 + 128
     assert layout.page_bytes == entries * (512 + 128) * size
     assert layout.stored_state_bytes == 20 * 134 * 512 * size
 
 
 def test_rings_that_store_anchors_are_longer_but_what_is_stored_is_not():
-    short = build_serving_layout(RELEASED, "compact", KEEP, store_anchors=False)
-    long = build_serving_layout(RELEASED, "compact", KEEP, store_anchors=True)
+    short = build_row_layout(RELEASED, "compact", KEEP, store_anchors=False)
+    long = build_row_layout(RELEASED, "compact", KEEP, store_anchors=True)
     assert (long.encoder_ring, long.decoder_ring, long.stored_ring) == (402, 134, 134)
     assert long.stored_state_bytes == short.stored_state_bytes
     assert long.page_bytes == short.page_bytes
 
 
 def test_without_bounded_replay_a_stored_state_holds_all_windows():
-    layout = build_serving_layout(RELEASED, "compact", 0, store_anchors=True)
+    layout = build_row_layout(RELEASED, "compact", 0, store_anchors=True)
     assert layout.stored_state_bytes == 40 * 70752
     assert layout.decoder_ring == layout.encoder_ring
 
@@ -84,7 +82,7 @@ def test_without_bounded_replay_a_stored_state_holds_all_windows():
 @pytest.mark.parametrize("kv_format", ["compact", "bfloat16", "float32"])
 @pytest.mark.parametrize("config", [RELEASED, replace(RELEASED, sliding_window=77)])
 def test_tensors_lie_in_their_row_one_after_the_other(config, kv_format):
-    layout = build_serving_layout(config, kv_format, KEEP, store_anchors=True)
+    layout = build_row_layout(config, kv_format, KEEP, store_anchors=True)
     sizes = {"uint8": 1, "bfloat16": 2, "float32": 4}
     for tensors, total in (
         (layout.page_tensors, layout.page_bytes),
@@ -104,7 +102,7 @@ def test_tensors_lie_in_their_row_one_after_the_other(config, kv_format):
 
 
 def fingerprint(config=RELEASED, kv_format="compact", keep=KEEP, identity="w", **rings):
-    layout = build_serving_layout(config, kv_format, keep, **{"store_anchors": False, **rings})
+    layout = build_row_layout(config, kv_format, keep, **{"store_anchors": False, **rings})
     return build_cache_layout(config, layout, keep, "bfloat16", identity).fingerprint
 
 
@@ -129,11 +127,11 @@ def test_the_fingerprint_follows_the_version_of_the_code(monkeypatch):
 
 
 def test_the_cache_layout_says_what_a_prefix_cache_needs():
-    layout = build_serving_layout(RELEASED, "compact", KEEP, store_anchors=True)
+    layout = build_row_layout(RELEASED, "compact", KEEP, store_anchors=True)
     described = build_cache_layout(RELEASED, layout, KEEP, "bfloat16", "w")
     assert (described.page_bytes, described.stored_state_bytes) == (114048, 1415040)
     assert (described.replay_tokens, described.keep_tokens) == (KEEP, KEEP)
     assert described.state_bytes == layout.state_bytes
-    whole = build_serving_layout(RELEASED, "compact", 0, store_anchors=True)
+    whole = build_row_layout(RELEASED, "compact", 0, store_anchors=True)
     described = build_cache_layout(RELEASED, whole, 0, "bfloat16", "w")
     assert (described.replay_tokens, described.keep_tokens) == (1, 0)

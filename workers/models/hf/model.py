@@ -65,7 +65,7 @@ class HfModel:
 
 
 def load(settings: EngineSettings, device: torch.device, observer: LoadObserver) -> LoadedModel:
-    """A `LoadModel` for every model that transformers knows and our attention can serve."""
+    """Implements `LoadModel` for every model that transformers knows and our attention can serve."""
     offline_environment()
     leave_out_cudnn_attention()
     model_dir = Path(settings.model_dir)

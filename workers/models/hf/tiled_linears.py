@@ -38,7 +38,6 @@ class TiledLinears:
                 self._replace(module, is_head=module is head)
 
     def begin(self, batch: Batch) -> None:
-        """A step starts."""
         self._tiles = position_tiles([(s.start, s.rows) for s in batch.segments])
         self._head_tiles = position_tiles([(row.position, 1) for row in batch.logit_rows])
 

@@ -18,7 +18,7 @@ from workers.models.deepseek_v41.linear import (
 
 if TYPE_CHECKING:
     from workers.models.deepseek_v41.attention.rope import Rotation
-    from workers.models.deepseek_v41.cache.pools import ServingCaches
+    from workers.models.deepseek_v41.cache.pools import Caches
     from workers.models.deepseek_v41.config.model_config import LayerRole, ModelConfig
     from workers.models.deepseek_v41.steps.rows import Rows
 
@@ -71,7 +71,7 @@ def attend(
     queries: Tensor,
     rows: Rows,
     window_keys: Tensor,
-    caches: ServingCaches,
+    caches: Caches,
     source: int | None,
     address: Tensor | None,
     sink: Tensor,
@@ -81,7 +81,7 @@ def attend(
     Args:
         queries: [T,H,D].
         rows: the rows, with their places in `window_keys`.
-        window_keys: what `ServingCaches.exchange_window` returned.
+        window_keys: what `Caches.exchange_window` returned.
         caches: where the global entries are.
         source: their kv source; None: window only.
         address: int64 [T,K] as in `TopKSelection.address`; None: window only.

@@ -20,7 +20,7 @@ from workers.models.deepseek_v41.steps.rows import Rows
 
 if TYPE_CHECKING:
     from workers.models.deepseek_v41.attention.rope import Rotation
-    from workers.models.deepseek_v41.cache.pools import ServingCaches
+    from workers.models.deepseek_v41.cache.pools import Caches
     from workers.models.deepseek_v41.config.model_config import LayerRole, ModelConfig
     from workers.models.deepseek_v41.steps.rows import Span
 
@@ -89,7 +89,7 @@ class TopKSelector:
     """Selects the top-k entries of every row of a step; shared by all index sources of a group of rows."""
 
     def __init__(
-        self, config: ModelConfig, caches: ServingCaches, rows: Rows, block_tables: Tensor
+        self, config: ModelConfig, caches: Caches, rows: Rows, block_tables: Tensor
     ) -> None:
         self._config = config
         self._caches = caches

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from workers.models.deepseek_v41.cache.vector_formats import serving_formats
+from workers.models.deepseek_v41.cache.vector_formats import vector_formats
 from workers.models.deepseek_v41.layout.row_layout import entries_per_page
 
 if TYPE_CHECKING:
     from workers.models.deepseek_v41.config.model_config import ModelConfig
-    from workers.models.deepseek_v41.layout.row_layout import ServingLayout
+    from workers.models.deepseek_v41.layout.row_layout import RowLayout
     from workers.models.deepseek_v41.steps.entries import CompressedEntries
     from workers.models.deepseek_v41.steps.rows import Rows
 
 
-class ServingCaches:
+class Caches:
     """Page pool and state pool, and the views that the layers work on.
 
     What was never written, or is left from another sequence, is never read into a result.
@@ -30,14 +30,14 @@ class ServingCaches:
     def __init__(
         self,
         config: ModelConfig,
-        layout: ServingLayout,
+        layout: RowLayout,
         num_pages: int,
         num_slots: int,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         self.layout = layout
-        self.formats = serving_formats(config, layout.kv_format, dtype)
+        self.formats = vector_formats(config, layout.kv_format, dtype)
         self.pages = torch.zeros(num_pages, layout.page_bytes, dtype=torch.uint8, device=device)
         """[num_pages, page_bytes]."""
         self.states = torch.zeros(num_slots, layout.state_bytes, dtype=torch.uint8, device=device)

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hicache.copies.rows import RowArray
-    from workers.models.deepseek_v41.cache.pools import ServingCaches
-    from workers.models.deepseek_v41.layout.row_layout import ServingLayout
+    from workers.models.deepseek_v41.cache.pools import Caches
+    from workers.models.deepseek_v41.layout.row_layout import RowLayout
 
 
 class SlotStates:
     """`StateCodec` of one engine: reads what all launched steps wrote."""
 
-    def __init__(self, caches: ServingCaches, length_of: Callable[[int], int]) -> None:
+    def __init__(self, caches: Caches, length_of: Callable[[int], int]) -> None:
         """`length_of`: tokens of the sequence in a slot that have been computed."""
         self._caches = caches
         self._length_of = length_of
@@ -45,7 +45,7 @@ class SlotStates:
         load_state(self._caches, slot, stored, position)
 
 
-def cut_state(caches: ServingCaches, slot: int, position: int, length: int) -> Tensor:
+def cut_state(caches: Caches, slot: int, position: int, length: int) -> Tensor:
     """The state at `position` of the sequence in `slot`: uint8 [stored_state_bytes] on the device.
 
     Args:
@@ -73,7 +73,7 @@ def cut_state(caches: ServingCaches, slot: int, position: int, length: int) -> T
     return stored
 
 
-def load_state(caches: ServingCaches, slot: int, stored: Tensor, position: int) -> None:
+def load_state(caches: Caches, slot: int, stored: Tensor, position: int) -> None:
     """Continue in `slot` at `position` from a stored state.
 
     Args:
@@ -97,7 +97,7 @@ def load_state(caches: ServingCaches, slot: int, stored: Tensor, position: int) 
     target[:, held % layout.encoder_ring] = source[:, held % layout.stored_ring]
 
 
-def _rings(row: Tensor, layout: ServingLayout, ring: int) -> Tensor:
+def _rings(row: Tensor, layout: RowLayout, ring: int) -> Tensor:
     record = layout.records.window
     step = layout.ring_bytes(ring)
     layers = row[: layout.stored_layers * step].view(layout.stored_layers, step)

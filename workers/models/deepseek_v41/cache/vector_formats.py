@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class VectorFormat(Protocol):
-    """Of vectors that are stored one by one."""
+    """How vectors that are stored one by one become bytes and back."""
 
     def encode(self, vectors: Tensor) -> Tensor:
         """[..., D] -> uint8 [..., record bytes]."""
@@ -29,7 +29,7 @@ class VectorFormat(Protocol):
 
 
 class IndexFormat(Protocol):
-    """Of index keys, whose scales are kept apart from their values within a page."""
+    """How index keys become bytes and back; their scales are kept apart from their values within a page."""
 
     record_bytes: int
 
@@ -45,8 +45,8 @@ class IndexFormat(Protocol):
 
 
 @dataclass(frozen=True)
-class ServingFormats:
-    """Of the three caches."""
+class VectorFormats:
+    """The formats of the three caches."""
 
     window: VectorFormat
     main: VectorFormat
@@ -107,18 +107,16 @@ class CompactVectors:
         return keys.to(self._compute)
 
 
-def serving_formats(
-    config: ModelConfig, kv_format: KVFormat, compute: torch.dtype
-) -> ServingFormats:
+def vector_formats(config: ModelConfig, kv_format: KVFormat, compute: torch.dtype) -> VectorFormats:
     head, index = config.head_dim, config.index_head_dim
     if kv_format == "compact":
-        return ServingFormats(
+        return VectorFormats(
             window=CompactVectors(WINDOW_KV, compute, head),
             main=CompactVectors(GLOBAL_KV, compute, head),
             index=CompactVectors(INDEX_KEY, compute, index),
         )
     stored: torch.dtype = getattr(torch, kv_format)
-    return ServingFormats(
+    return VectorFormats(
         window=PlainVectors(stored, compute, head),
         main=PlainVectors(stored, compute, head),
         index=PlainVectors(stored, compute, index),

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Final
 
 from hicache.layout import CacheLayout
 from workers.contract import PAGE_TOKENS
-from workers.models.deepseek_v41.layout.row_layout import build_serving_layout
+from workers.models.deepseek_v41.layout.row_layout import build_row_layout
 
 if TYPE_CHECKING:
     from workers.models.deepseek_v41.config.model_config import ModelConfig
-    from workers.models.deepseek_v41.layout.row_layout import ServingLayout
+    from workers.models.deepseek_v41.layout.row_layout import RowLayout
 
 COMPUTE_VERSION: Final = 1
 """Enters the fingerprint. Raise it with a change of code that may change the numbers in a page or a state of
@@ -21,7 +21,7 @@ the same model; what another version stored is then never hit."""
 
 
 def build_cache_layout(
-    config: ModelConfig, layout: ServingLayout, keep_tokens: int, dtype: str, identity: str
+    config: ModelConfig, layout: RowLayout, keep_tokens: int, dtype: str, identity: str
 ) -> CacheLayout:
     """Describe the caches to those that copy them.
 
@@ -33,7 +33,7 @@ def build_cache_layout(
         identity: digest of the weights and of the token map.
     """
     # Rings that are longer here than in a stored state change nothing for those who exchange rows.
-    plain = build_serving_layout(config, layout.kv_format, keep_tokens, store_anchors=False)
+    plain = build_row_layout(config, layout.kv_format, keep_tokens, store_anchors=False)
     facts = {
         "version": COMPUTE_VERSION,
         "config": dataclasses.asdict(config),

@@ -43,7 +43,7 @@ class RecordSizes:
 
 
 @dataclass(frozen=True)
-class ServingLayout:
+class RowLayout:
     """Sizes, offsets and names; all offsets in bytes from the start of the row."""
 
     kv_format: KVFormat
@@ -91,9 +91,9 @@ def record_sizes(config: ModelConfig, kv_format: KVFormat) -> RecordSizes:
     return RecordSizes(head * size, index * size, 0, head * size)
 
 
-def build_serving_layout(
+def build_row_layout(
     config: ModelConfig, kv_format: KVFormat, keep_tokens: int, *, store_anchors: bool
-) -> ServingLayout:
+) -> RowLayout:
     """Lay out page and state.
 
     Args:
@@ -134,7 +134,7 @@ def build_serving_layout(
             tail_offsets[source] = states.add_float32(
                 f"layers.{source}.compressor_tail", (tail_rings[source], 2, config.head_dim)
             )
-    return ServingLayout(
+    return RowLayout(
         kv_format=kv_format,
         records=records,
         page_bytes=pages.padded(lcm(_PAGE_ALIGNMENT, records.main)),

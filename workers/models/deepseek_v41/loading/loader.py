@@ -11,7 +11,7 @@ import torch
 
 from workers.contract import ModelLoadError
 from workers.hardware.device import default_dtype
-from workers.models.deepseek_v41.cache.pools import ServingCaches
+from workers.models.deepseek_v41.cache.pools import Caches
 from workers.models.deepseek_v41.config.config_file import read_config
 from workers.models.deepseek_v41.engram.hashing import EngramHash
 from workers.models.deepseek_v41.engram.lookup import EngramLookup
@@ -26,7 +26,7 @@ from workers.models.deepseek_v41.engram.warmup import EngramWarmup
 from workers.models.deepseek_v41.layout.cache_layout import build_cache_layout
 from workers.models.deepseek_v41.layout.row_layout import (
     KVFormat,
-    build_serving_layout,
+    build_row_layout,
 )
 from workers.models.deepseek_v41.loading.network import load_network
 from workers.models.deepseek_v41.model.served import ServedDeepseekV41
@@ -55,7 +55,7 @@ def load(settings: EngineSettings, device: torch.device, observer: LoadObserver)
         config.check_keep_tokens(settings.keep_tokens)
     name = _dtype_name(settings, config, device)
     kv_format = _kv_format(settings, config, name)
-    layout = build_serving_layout(
+    layout = build_row_layout(
         config, kv_format, settings.keep_tokens, store_anchors=settings.stores_prefixes
     )
     observer.check_layout(
@@ -74,7 +74,7 @@ def load(settings: EngineSettings, device: torch.device, observer: LoadObserver)
             )
         return ServedDeepseekV41(
             parts.network,
-            ServingCaches(config, layout, num_pages, num_slots, device, dtype),
+            Caches(config, layout, num_pages, num_slots, device, dtype),
             engram,
             batch_invariant=settings.deterministic,
         )

@@ -24,7 +24,7 @@ from workers.models.deepseek_v41.moe.moe import MoE
 
 if TYPE_CHECKING:
     from workers.models.deepseek_v41.attention.rope import Rope
-    from workers.models.deepseek_v41.cache.pools import ServingCaches
+    from workers.models.deepseek_v41.cache.pools import Caches
     from workers.models.deepseek_v41.config.model_config import LayerRole, ModelConfig
     from workers.models.deepseek_v41.steps.entries import CompressedEntries
     from workers.models.deepseek_v41.steps.rows import Rows
@@ -35,7 +35,7 @@ class ForwardContext:
     """What travels down the stack beside the stream: the rows, their rotations, and the entries
     that index sources select for the layers after them."""
 
-    def __init__(self, model: DeepseekV41, step: Step, rows: Rows, caches: ServingCaches) -> None:
+    def __init__(self, model: DeepseekV41, step: Step, rows: Rows, caches: Caches) -> None:
         self.rows = rows
         self.caches = caches
         self.slots = step.slots
@@ -76,9 +76,7 @@ class Layer(nn.Module):
         stream, x = rows.map(compute, stream, pre, *engram)
         return stream, x
 
-    def write_entries(
-        self, x: Tensor, rows: Rows, step: Step, rope: Rope, caches: ServingCaches
-    ) -> None:
+    def write_entries(self, x: Tensor, rows: Rows, step: Step, rope: Rope, caches: Caches) -> None:
         source, entries = self.role.layer, step.entries[self.role.ratio]
         compressor, indexer = self.attn.compressor, self.attn.indexer
         (parts,) = rows.map(lambda x: (compressor.project(x),), x)
@@ -164,7 +162,7 @@ class DeepseekV41(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = Linear(config.hidden_size, config.vocab_size, dtype)
 
-    def forward(self, step: Step, caches: ServingCaches) -> Tensor | None:
+    def forward(self, step: Step, caches: Caches) -> Tensor | None:
         """Compute a step: write the caches, return logits, float32 [R,vocab_size].
 
         The decoder layers run on the step's kept rows only, but the first of them makes the entries
@@ -202,7 +200,7 @@ class DeepseekV41(nn.Module):
 
 
 def _members(
-    parts: Tensor, entries: CompressedEntries, source: int, slots: Tensor, caches: ServingCaches
+    parts: Tensor, entries: CompressedEntries, source: int, slots: Tensor, caches: Caches
 ) -> Tensor:
     """What the tokens of each entry contributed [G,ratio,1 or 2,D], from this step's rows or from the
     tail that an earlier step left; leaves this step's tail."""

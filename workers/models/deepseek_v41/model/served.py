@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from workers.attention.batch import Batch, BatchTensors, StepUpload
     from workers.contract import PromptChunk
-    from workers.models.deepseek_v41.cache.pools import ServingCaches
+    from workers.models.deepseek_v41.cache.pools import Caches
     from workers.models.deepseek_v41.engram.lookup import EngramLookup
     from workers.models.deepseek_v41.model.model import DeepseekV41
     from workers.models.deepseek_v41.steps.step import StepInputs
@@ -29,7 +29,7 @@ class ServedDeepseekV41:
     def __init__(
         self,
         network: DeepseekV41,
-        caches: ServingCaches,
+        caches: Caches,
         engram: EngramLookup | None,
         *,
         batch_invariant: bool,

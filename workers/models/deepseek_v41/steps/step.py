@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from workers.attention.batch import BatchTensors, IntArray, LogitRow, Segment, StepUpload
     from workers.models.deepseek_v41.config.model_config import ModelConfig
-    from workers.models.deepseek_v41.layout.row_layout import ServingLayout
+    from workers.models.deepseek_v41.layout.row_layout import RowLayout
     from workers.models.deepseek_v41.steps.entries import CompressedEntries
 
 
@@ -87,9 +87,7 @@ class StepInputs:
 class StepBuilder:
     """Builds steps for one model and one cache layout."""
 
-    def __init__(
-        self, config: ModelConfig, layout: ServingLayout, *, batch_invariant: bool
-    ) -> None:
+    def __init__(self, config: ModelConfig, layout: RowLayout, *, batch_invariant: bool) -> None:
         self._window = config.sliding_window
         self._layout = layout
         self._batch_invariant = batch_invariant

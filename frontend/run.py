@@ -17,8 +17,9 @@ from frontend.api.app import FrontendApp
 from frontend.errors import ApiError
 from frontend.gate import Gate
 from frontend.generation.text_decoding import TokenTexts
-from frontend.http.auth import ApiKeys, ApiKeysError
+from frontend.http.body_budget import BodyBudget
 from frontend.http.server import HttpLimits, HttpServer
+from frontend.links.body_reader import BodyReader
 from frontend.links.daemon_client import DaemonClient
 from frontend.links.router_client import RouterClient
 from frontend.metrics import FrontendMetrics
@@ -44,7 +45,6 @@ class Frontend:
         self,
         process: Process[FrontendSettings, FrontendNotice],
         texts: TokenTexts,
-        keys: ApiKeys,
     ) -> None:
         self._settings = settings = process.settings
         self._stop = process.stop
@@ -57,14 +57,16 @@ class Frontend:
         self._router = RouterClient(self._line.send, metrics)
         self._gate = Gate(settings, metrics, texts.max_token_bytes)
         self._daemon = DaemonClient(self._link.post, self._take)
+        self._body_reader = BodyReader(settings.process)
         self._services = Services(
             settings=settings,
             router=self._router,
             gate=self._gate,
             texts=texts,
-            keys=keys,
             metrics=metrics,
             ask_daemon=self._daemon.ask,
+            bodies=BodyBudget(settings.body_buffer_bytes, settings.retry_after_seconds),
+            body_reader=self._body_reader,
             started_at=int(time.time()),
         )
         app = FrontendApp(self._services)
@@ -127,6 +129,7 @@ class Frontend:
             self._gate.take(Drain())  # nothing is left to wait for
             await server
             ticker.cancel()
+            await self._body_reader.close()
             await self._line.close()
 
     async def _serve_http(self) -> None:
@@ -151,24 +154,19 @@ class Frontend:
         self._services.end_all(ApiError(503, "The server is shutting down.", retry_after=1))
 
 
-async def _run(
-    process: Process[FrontendSettings, FrontendNotice], texts: TokenTexts, keys: ApiKeys
-) -> None:
-    await Frontend(process, texts, keys).run()
+async def _run(process: Process[FrontendSettings, FrontendNotice], texts: TokenTexts) -> None:
+    await Frontend(process, texts).run()
 
 
 def _serve(process: Process[FrontendSettings, FrontendNotice]) -> None:
     settings = process.settings
     texts = Detokenizer(load_tokenizer(Path(settings.model_dir)).tokenizer)
-    keys = ApiKeys.load(settings.api_keys_file)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run(process, texts, keys))
+        runner.run(_run(process, texts))
 
 
 def main() -> int:
-    return run_process(
-        FrontendSettings, FRONTEND_NOTICES, _serve, fatal=(TokenizerLoadError, ApiKeysError)
-    )
+    return run_process(FrontendSettings, FRONTEND_NOTICES, _serve, fatal=(TokenizerLoadError,))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,11 @@ from frontend.gate import Gate
 from frontend.generation.job import Job
 from frontend.generation.request import GenerationRequest
 from frontend.generation.text_decoding import TokenTexts
-from frontend.http.auth import ApiKeys
+from frontend.http.body_budget import BodyBudget
 from frontend.http.body_limits import BodyLimits
 from frontend.http.call import Call
 from frontend.http.stream_buffer import StreamBuffer
+from frontend.links.body_reader import BodyReader
 from frontend.links.router_client import RouterClient
 from frontend.metrics import FrontendMetrics
 from frontend.settings import FrontendSettings
@@ -42,11 +43,12 @@ class Services:
     router: RouterClient
     gate: Gate
     texts: TokenTexts
-    keys: ApiKeys
     metrics: FrontendMetrics
     ask_daemon: Callable[[Query | CacheCommand], Awaitable[bytes]]
     started_at: int
     """Seconds since 1970."""
+    bodies: BodyBudget
+    body_reader: BodyReader
     jobs: set[Job] = field(default_factory=set)
     streams: set[OpenStream] = field(default_factory=set)
     idle: asyncio.Event = field(default_factory=asyncio.Event)

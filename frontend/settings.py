@@ -44,9 +44,9 @@ class FrontendSettings(msgspec.Struct, frozen=True):
     model_dir: str
     model_name: str
     """The id in `/v1/models`; requests must name it (or nothing)."""
-    api_keys_file: str | None
-    """One key a line; None: no authentication."""
     max_body_bytes: int
+    body_buffer_bytes: int
+    """Bytes of bodies that still arrive or wait to be read, of all connections together."""
     max_header_bytes: int
     body_seconds: float
     """Time within which a request's body must have arrived."""

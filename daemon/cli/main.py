@@ -11,6 +11,7 @@ from daemon.cli.bench import bench_app
 from daemon.cli.check import check_app
 from daemon.cli.config_show import config_app
 from daemon.cli.inspect import inspect_app
+from daemon.cli.keys import keys_app
 from daemon.cli.output import sentence_console
 from daemon.cli.serve import serve
 from daemon.cli.start import start
@@ -34,6 +35,7 @@ app.command(stop)
 app.command(status)
 app.command(inspect_app)
 app.command(top)
+app.command(keys_app)
 app.command(check_app)
 app.command(bench_app)
 app.command(config_app)

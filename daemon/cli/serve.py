@@ -25,7 +25,8 @@ def serve(config: InstanceConfig | None = None) -> None:
     configure_logging("daemon", config.log_level)
     for sentence in unknown_variables(os.environ):
         log.warning("%s", sentence)
-    signals = StopSignals()
+    has_keys = config.api_keys_file is not None or config.admin_keys_file is not None
+    signals = StopSignals(hangup_reloads=has_keys)
     try:
         run_instance(config, signals)
     except StopRequested:

@@ -172,8 +172,13 @@ class InstanceConfig:
     """Port to listen on; 0: any free one."""
     api_keys_file: Annotated[Path | None, _HTTP] = None
     """File with one API key a line. Default: no authentication."""
+    admin_keys_file: Annotated[Path | None, _HTTP] = None
+    """File with the keys that open /metrics and /deepinfer/..., and everything else, too. Default: those
+    of --api-keys-file open them."""
     max_body_mb: Annotated[float, _HTTP, _ABOVE_ZERO] = 32.0
     """Largest request body, in MB."""
+    body_buffer_mb: Annotated[float, _HTTP, _ABOVE_ZERO] = 256.0
+    """Bodies that a frontend holds while they arrive, in MB; beyond it, the largest is answered 503."""
     max_header_kib: Annotated[int, _HTTP, _AT_LEAST_ONE] = 64
     """Largest request header, in KiB."""
     body_seconds: Annotated[float, _HTTP, _ABOVE_ZERO] = 60.0
@@ -189,12 +194,17 @@ class InstanceConfig:
 
     max_waiting: Annotated[int, _ADMISSION, _NOT_NEGATIVE] = 256
     """HTTP requests that may wait for a worker; one more is answered 429."""
+    max_waiting_choices: Annotated[int, _ADMISSION, _NOT_NEGATIVE] = 1024
+    """Choices (prompts × n) that may wait for a worker; past that a request for more than one is answered
+    429."""
+    max_waiting_mb: Annotated[float, _ADMISSION, _NOT_NEGATIVE] = 128.0
+    """MB of prompts that may wait for a worker; past that a prompt of more than 64 KiB is answered 429."""
     retry_after: Annotated[int, _ADMISSION, _AT_LEAST_ONE] = 1
     """Seconds in Retry-After of a 429 or 503."""
     routing: Annotated[Routing, _ADMISSION] = "affinity"
     """affinity: a conversation stays with its worker."""
-    max_migrations: Annotated[int, _ADMISSION, _NOT_NEGATIVE] = 3
-    """How often a request may move to another worker after a loss."""
+    max_migrations: Annotated[int, _ADMISSION, _NOT_NEGATIVE] = 1
+    """How many workers or tokenizers a request may have killed and still be given to another one."""
     stage_timeout: Annotated[float, _ADMISSION, _ABOVE_ZERO] = 60.0
     """Seconds that a request may spend at a tokenizer, or wait for a worker whose processes keep
     dying before they serve (for one that loads: --start-timeout)."""

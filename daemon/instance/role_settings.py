@@ -104,6 +104,11 @@ def _process(plan: InstancePlan, name: ProcessName, role: Role) -> ProcessSettin
     )
 
 
+LARGE_BLOCKS_APART: Final = {"MALLOC_MMAP_THRESHOLD_": "131072"}
+"""For glibc: memory of large bodies goes back to the system as soon as it is free. (By default, the
+threshold rises to 32 MB with the blocks that are freed, and what lies below it is kept.)"""
+
+
 def _spec(
     process: ProcessSettings,
     settings: msgspec.Struct,
@@ -138,6 +143,7 @@ def _router(plan: InstancePlan) -> ChildSpec:
         config,
         process=process,
         workers=config.dp,
+        max_waiting_bytes=round(config.max_waiting_mb * 1_000_000),
         retry_after_seconds=config.retry_after,
         stage_seconds=config.stage_timeout,
         start_seconds=config.start_timeout,
@@ -190,7 +196,6 @@ def _tokenizer(plan: InstancePlan, number: int) -> ChildSpec:
 def _frontend(plan: InstancePlan, number: int, listen_fd: int) -> ChildSpec:
     config = plan.config
     process = _process(plan, process_name("frontend", number), "frontend")
-    keys_file = config.api_keys_file
     settings = _settings(
         FrontendSettings,
         config,
@@ -198,12 +203,12 @@ def _frontend(plan: InstancePlan, number: int, listen_fd: int) -> ChildSpec:
         listen_fd=listen_fd,
         model_dir=str(plan.model_dir),
         model_name=plan.model_name,
-        api_keys_file=str(keys_file.absolute()) if keys_file else None,
         max_body_bytes=round(config.max_body_mb * 1_000_000),
+        body_buffer_bytes=round(config.body_buffer_mb * 1_000_000),
         max_header_bytes=config.max_header_kib << 10,
         stream_high_water_bytes=config.stream_high_water_kib << 10,
         retry_after_seconds=config.retry_after,
         drain_seconds=config.drain_timeout,
         sampling_defaults=plan.sampling_defaults,
     )
-    return _spec(process, settings, pass_fds=(listen_fd,))
+    return _spec(process, settings, dict(LARGE_BLOCKS_APART), (listen_fd,))

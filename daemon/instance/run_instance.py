@@ -15,10 +15,10 @@ from daemon.configuration.config import InstanceConfig
 from daemon.inspection.control_server import ControlServer
 from daemon.instance.host_pools import HostPools, check_pools
 from daemon.instance.instance import Instance
+from daemon.instance.key_ring import KeyRing
 from daemon.instance.memory_check import check_memory
 from daemon.instance.preflight import (
     check_devices,
-    check_keys_file,
     check_thread_limit,
     check_weights,
     find_model,
@@ -49,7 +49,7 @@ def run_instance(config: InstanceConfig, signals: StopSignals) -> None:
     accelerator = config.accelerator or detect_accelerator()
     run_path = choose_run_directory(config.instance, config.run_dir)
     check_devices(config, accelerator)
-    check_keys_file(config.api_keys_file)
+    keys = KeyRing(config.api_keys_file, config.admin_keys_file)
     check_pools(config)
     raise_descriptor_limit(config)
     check_thread_limit(config)
@@ -79,7 +79,7 @@ def run_instance(config: InstanceConfig, signals: StopSignals) -> None:
                     directory.keep_log = True
                     announce(plan.model_name, url, bool(read_chat_templates(model_dir)))
 
-                Instance(plan, supervisor, server, port, on_ready).run(signals)
+                Instance(plan, supervisor, server, port, keys, on_ready).run(signals)
             finally:
                 server.close()
                 context.term()

@@ -10,9 +10,10 @@ import msgspec
 from frontend.errors import ApiError
 from frontend.generation.collected import CollectedChoice
 from frontend.generation.deltas import Delta
-from frontend.generation.request import GenerationRequest, ModelLimits
+from frontend.generation.request import GenerationRequest
 from frontend.generation.text_decoding import TokenTexts
 from frontend.generation.usage import Usage
+from frontend.links.body_reader import BodyForm
 
 
 class AnswerHead(msgspec.Struct, frozen=True):
@@ -41,7 +42,6 @@ class Dialect(msgspec.Struct, frozen=True):
     """What an endpoint needs to serve one API."""
 
     id_prefix: str
-    read: Callable[[bytes, ModelLimits], GenerationRequest]
-    """Raises ApiError (400 or 404), naming the field."""
+    form: BodyForm[GenerationRequest]
     writer: Callable[[AnswerHead, GenerationRequest, TokenTexts, Callable[[], Usage]], AnswerWriter]
     """The last argument tells the tokens so far."""

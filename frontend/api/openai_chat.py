@@ -16,6 +16,7 @@ from frontend.generation.collected import CollectedChoice
 from frontend.generation.deltas import Delta, Finish, Reasoning, Text, ToolCall
 from frontend.generation.request import GenerationRequest, ModelLimits
 from frontend.http.json_body import JsonObject, decode_body
+from frontend.links.body_reader import body_form
 from transport.logprobs import TokenLogprob
 
 
@@ -125,4 +126,4 @@ def _call_piece(call: ToolCall) -> JsonObject:
     return {"index": call.index, "function": {"arguments": call.arguments}}
 
 
-CHAT = Dialect("chatcmpl-", read_chat, ChatWriter)
+CHAT = Dialect("chatcmpl-", body_form("chat", read_chat, GenerationRequest), ChatWriter)

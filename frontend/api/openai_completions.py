@@ -31,6 +31,7 @@ from frontend.generation.request import (
 from frontend.generation.text_decoding import TokenTexts
 from frontend.generation.usage import Usage
 from frontend.http.json_body import JsonObject, decode_body
+from frontend.links.body_reader import body_form
 from transport.logprobs import TokenLogprob
 
 DEFAULT_TOKENS = 16
@@ -182,4 +183,6 @@ def _finish_reason(reason: str) -> str:
     return "stop" if reason == "tool_calls" else reason
 
 
-COMPLETIONS = Dialect("cmpl-", read_completion, CompletionWriter)
+COMPLETIONS = Dialect(
+    "cmpl-", body_form("completion", read_completion, GenerationRequest), CompletionWriter
+)

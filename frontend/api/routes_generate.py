@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from typing import TypeVar
 
 from starlette.types import Receive, Scope, Send
 
 from frontend.api.answers import CollectedAnswer, StreamedAnswer
 from frontend.api.dialect import AnswerHead, AnswerWriter, Dialect
-from frontend.errors import ApiError
+from frontend.errors import ApiError, ClientGone
 from frontend.generation.job import Job
 from frontend.generation.request import ModelLimits
 from frontend.http.access_log import span
@@ -19,6 +20,7 @@ from frontend.http.call import Call, call_of
 from frontend.http.disconnect import DisconnectWatch
 from frontend.http.reply import send_bytes
 from frontend.http.stream_buffer import StreamBuffer
+from frontend.links.body_reader import BodyForm
 from frontend.services import OpenStream, Services
 from transport.messages.generate import StageTimes
 
@@ -29,10 +31,16 @@ STREAM_HEADERS = [
 ]
 
 
+T = TypeVar("T")
+DIRECT_BYTES = 65_536
+"""Bodies up to this size are read at once, which takes a few milliseconds whatever they hold. The event
+loop and the heartbeat would stand still for larger ones."""
+
+
 async def receive_body(
-    scope: Scope, receive: Receive, services: Services
-) -> tuple[bytes, ModelLimits]:
-    """Reads nothing unless requests are let in.
+    scope: Scope, receive: Receive, services: Services, form: BodyForm[T]
+) -> tuple[T, ModelLimits]:
+    """What the body asks for. Nothing is read of it unless requests are let in.
 
     Raises:
         ApiError: 503 (not ready), or what is wrong with the body.
@@ -40,9 +48,22 @@ async def receive_body(
     """
     call = call_of(scope)
     services.gate.admit()
-    body = await read_body(call.headers, receive, services.body_limits)
-    call.is_body_read = True
-    return body, services.gate.admit()
+    with services.bodies.share() as share:
+        body = await read_body(call.headers, receive, services.body_limits, share)
+        call.is_body_read = True
+        limits = services.gate.admit()
+        if len(body) <= DIRECT_BYTES:
+            return form.read(body, limits), limits
+        reading = asyncio.ensure_future(services.body_reader.read(form, body, limits))
+
+        def leave() -> None:
+            reading.cancel()
+
+        async with DisconnectWatch(receive, leave):
+            await asyncio.wait([reading])
+        if reading.cancelled():
+            raise ClientGone
+        return reading.result(), limits
 
 
 class GenerateEndpoint:
@@ -54,8 +75,7 @@ class GenerateEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, dialect = self._services, self._dialect
-        body, limits = await receive_body(scope, receive, services)
-        request = dialect.read(body, limits)
+        request, limits = await receive_body(scope, receive, services, dialect.form)
         call = call_of(scope)
         head = AnswerHead(dialect.id_prefix + call.id, int(time.time()), limits.model_name)
         job = services.new_job(call, request)

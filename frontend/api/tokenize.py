@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 from starlette.types import Receive, Scope, Send
 
@@ -14,8 +16,12 @@ from frontend.generation.request import ModelLimits, Prompt, text_prompt
 from frontend.http.call import call_of
 from frontend.http.json_body import decode_body
 from frontend.http.reply import send_bytes
+from frontend.links.body_reader import body_form
 from frontend.services import Services
+from transport.framing import TokenArray
 from transport.ids import RequestId
+
+IDS_PER_TURN = 16_384
 
 
 class TokenizeBody(ConversationBody, frozen=True, kw_only=True):
@@ -68,6 +74,10 @@ def read_detokenize(body: bytes, limits: ModelLimits) -> list[int]:
     return asked.tokens
 
 
+TOKENIZE = body_form("tokenize", read_tokenize, Prompt)
+DETOKENIZE = body_form("detokenize", read_detokenize, list[int])
+
+
 class Tokenize:
     """`POST /tokenize`: a text or a conversation as token ids."""
 
@@ -75,11 +85,20 @@ class Tokenize:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, limits = await receive_body(scope, receive, self._services)
-        prompt = read_tokenize(body, limits)
+        prompt, limits = await receive_body(scope, receive, self._services, TOKENIZE)
         ids = await self._services.router.encode(RequestId(call_of(scope).id), prompt)
-        answer = {"tokens": ids, "count": len(ids), "max_model_len": limits.max_model_len}
+        tokens = msgspec.Raw(await _json_array(ids))
+        answer = {"tokens": tokens, "count": len(ids), "max_model_len": limits.max_model_len}
         await send_bytes(send, 200, msgspec.json.encode(answer))
+
+
+async def _json_array(ids: TokenArray) -> bytes:
+    """A text may have millions of tokens: the event loop goes on in between."""
+    pieces: list[bytes] = []
+    for start in range(0, len(ids), IDS_PER_TURN):
+        pieces.append(msgspec.json.encode(ids[start : start + IDS_PER_TURN].tolist())[1:-1])
+        await asyncio.sleep(0)
+    return b"[" + b",".join(pieces) + b"]"
 
 
 class Detokenize:
@@ -89,6 +108,6 @@ class Detokenize:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, limits = await receive_body(scope, receive, self._services)
-        text = self._services.texts.decode(read_detokenize(body, limits))
+        ids, _ = await receive_body(scope, receive, self._services, DETOKENIZE)
+        text = await asyncio.to_thread(self._services.texts.decode, ids)
         await send_bytes(send, 200, msgspec.json.encode({"prompt": text, "content": text}))

@@ -10,9 +10,16 @@ import msgspec
 from starlette.types import Receive
 
 from frontend.errors import ApiError, ClientGone, bad_request
+from frontend.http.body_budget import BodyShare
 
-INFLATE_CHUNK = 1 << 20
+INFLATE_CHUNK = 1 << 17
 """Bytes inflated per turn of the event loop."""
+INFLATED_BYTES = 16 << 20
+"""Largest inflated body."""
+FREE_INFLATED_BYTES = 1 << 20
+"""An inflated body of this size may have come from however little."""
+INFLATION_RATIO = 100
+"""Largest size of a larger one, as a multiple of what was sent. Text has less than 20."""
 _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 
 
@@ -23,30 +30,32 @@ class BodyLimits(msgspec.Struct, frozen=True):
     seconds: float
 
 
-async def read_body(headers: Mapping[bytes, bytes], receive: Receive, limits: BodyLimits) -> bytes:
-    """The whole body, decompressed.
+async def read_body(
+    headers: Mapping[bytes, bytes], receive: Receive, limits: BodyLimits, share: BodyShare
+) -> bytes:
+    """The whole body, decompressed, as a share of the frontend's budget.
 
     If the head alone is a reason to refuse, nothing is read, so no `100 Continue` is sent.
 
     Raises:
-        ApiError: 400, 408, 413 or 415.
+        ApiError: 400, 408, 413, 415 or 503.
         ClientGone: the connection closed before the end of the body.
     """
     _check_type(headers.get(b"content-type"))
     encoding = _read_encoding(headers.get(b"content-encoding", b""))
     _check_announced(headers.get(b"content-length"), limits.max_bytes)
     try:
-        async with asyncio.timeout(limits.seconds):
-            body = await _collect(receive, limits.max_bytes)
+        async with share.arriving(limits.seconds):
+            body = await _collect(receive, limits.max_bytes, share)
+            if encoding is None:
+                return body
+            return await _inflate(body, encoding, limits.max_bytes, share)
     except TimeoutError as error:
         raise ApiError(
             408,
             f"The body did not arrive within {limits.seconds:g} s.",
             headers=((b"connection", b"close"),),
         ) from error
-    if encoding is None:
-        return body
-    return await _inflate(body, encoding, limits.max_bytes)
 
 
 def _check_type(value: bytes | None) -> None:
@@ -78,13 +87,14 @@ def _check_announced(value: bytes | None, max_bytes: int) -> None:
         raise _too_large(max_bytes)
 
 
-def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(413, f"The body is larger than {max_bytes} bytes, the limit of this server.")
+def _too_large(max_bytes: int, when: str = "") -> ApiError:
+    return ApiError(
+        413, f"The body is larger than {max_bytes} bytes{when}, the limit of this server."
+    )
 
 
-async def _collect(receive: Receive, max_bytes: int) -> bytes:
-    parts: list[bytes] = []
-    size = 0
+async def _collect(receive: Receive, max_bytes: int, share: BodyShare) -> bytes:
+    body = bytearray()  # not a list of parts: of a slow client, each may be a byte
     more = True
     while more:
         message = await receive()
@@ -92,36 +102,41 @@ async def _collect(receive: Receive, max_bytes: int) -> bytes:
             raise ClientGone
         part: bytes = message.get("body", b"")
         more = message.get("more_body", False)
-        size += len(part)
-        if size > max_bytes:
+        if len(body) + len(part) > max_bytes:
             raise _too_large(max_bytes)
-        parts.append(part)
-    return b"".join(parts)
+        share.take(len(part))
+        body += part
+    return bytes(body)
 
 
-async def _inflate(data: bytes, encoding: str, max_bytes: int) -> bytes:
+async def _inflate(data: bytes, encoding: str, max_bytes: int, share: BodyShare) -> bytes:
+    max_bytes = min(max_bytes, INFLATED_BYTES)
+    max_ratio_bytes = max(FREE_INFLATED_BYTES, INFLATION_RATIO * len(data))
     window = _WINDOW_BITS[encoding]
     if encoding == "deflate" and not _has_zlib_header(data):
         window = -15
     inflater = zlib.decompressobj(window)
-    parts: list[bytes] = []
-    size = 0
+    body = bytearray()
     try:
         while not inflater.eof:
             part = inflater.decompress(data, INFLATE_CHUNK)
             data = inflater.unconsumed_tail
             if not part and not data:
                 break
-            size += len(part)
-            if size > max_bytes:
-                raise _too_large(max_bytes)
-            parts.append(part)
+            if len(body) + len(part) > max_bytes:
+                raise _too_large(max_bytes, " once inflated")
+            if len(body) + len(part) > max_ratio_bytes:
+                raise ApiError(
+                    413, f"The body inflates to more than {INFLATION_RATIO} times its size."
+                )
+            share.take(len(part))
+            body += part
             await asyncio.sleep(0)
     except zlib.error as error:
         raise bad_request(f"The body is no valid {encoding} data (Content-Encoding).") from error
     if not inflater.eof or inflater.unused_data:
         raise bad_request(f"The {encoding} data (Content-Encoding) is cut off or has a tail.")
-    return b"".join(parts)
+    return bytes(body)
 
 
 def _has_zlib_header(data: bytes) -> bool:

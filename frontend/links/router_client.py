@@ -13,7 +13,7 @@ from frontend.errors import ApiError
 from frontend.generation.generation import Generation
 from frontend.generation.request import Prompt
 from frontend.metrics import FrontendMetrics
-from transport.framing import Payload, read_tokens
+from transport.framing import Payload, TokenArray, read_tokens
 from transport.ids import RequestId
 from transport.logprobs import LogprobReader
 from transport.messages.base import Message
@@ -45,7 +45,7 @@ class RouterClient:
         self._send = send
         self._metrics = metrics
         self._live: dict[RequestId, Generation] = {}
-        self._encodes: dict[RequestId, asyncio.Future[list[int]]] = {}
+        self._encodes: dict[RequestId, asyncio.Future[TokenArray]] = {}
 
     @property
     def live(self) -> int:
@@ -74,13 +74,13 @@ class RouterClient:
         """Nothing more is wanted of this request; what still comes is dropped."""
         self._live.pop(request_id, None)
 
-    async def encode(self, request_id: RequestId, prompt: Prompt) -> list[int]:
+    async def encode(self, request_id: RequestId, prompt: Prompt) -> TokenArray:
         """The token ids of a prompt.
 
         Raises:
             ApiError: the prompt cannot be encoded, or nobody answers in time.
         """
-        future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[TokenArray] = asyncio.get_running_loop().create_future()
         self._encodes[request_id] = future
         try:
             self._send_or_fail(
@@ -124,7 +124,7 @@ class RouterClient:
             case Encoded(request_id):
                 future = self._encodes.get(request_id)
                 if future is not None and not future.done():
-                    future.set_result(read_tokens(frames[0]).tolist())
+                    future.set_result(read_tokens(frames[0]))
             case other:
                 assert_never(other)
 

@@ -12,7 +12,6 @@ from daemon.errors import ConfigurationError, DeepInferError
 from daemon.instance import preflight
 from daemon.instance.preflight import (
     check_devices,
-    check_keys_file,
     check_thread_limit,
     check_weights,
     find_model,
@@ -96,18 +95,6 @@ def test_more_workers_than_devices(monkeypatch):
     check_devices(InstanceConfig(dp=2), "cpu")
     with pytest.raises(ConfigurationError, match="needs 2 GPUs, but 1"):
         check_devices(InstanceConfig(dp=2), "nvidia")
-
-
-def test_keys_file(tmp_path):
-    check_keys_file(None)
-    with pytest.raises(ConfigurationError, match=r"cannot be read .*--api-keys-file\.$"):
-        check_keys_file(tmp_path / "none")
-    path = tmp_path / "keys"
-    path.write_text("# none yet\n\n")
-    with pytest.raises(ConfigurationError, match=r"holds no key: .*--api-keys-file out\.$"):
-        check_keys_file(path)
-    path.write_text("# ours\nsecret\n")
-    check_keys_file(path)
 
 
 def test_the_soft_limit_on_files_is_lifted(monkeypatch):

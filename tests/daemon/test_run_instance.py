@@ -21,7 +21,7 @@ def run(tmp_path, monkeypatch):
         run_dir = tmp_path / "run"
 
         class Instance:
-            def __init__(self, _plan, _supervisor, _server, _port, on_ready) -> None:
+            def __init__(self, _plan, _supervisor, _server, _port, _keys, on_ready) -> None:
                 self._on_ready = on_ready
 
             def run(self, _signals: StopSignals) -> None:

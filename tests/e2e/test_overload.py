@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from daemon.cli.check.event_stream import whole_stream
+from tests.support.raw_http import RawAnswer, post_request, read_answer
 from tests.support.waiting import eventually
 
 REQUESTS = 200
@@ -33,38 +34,33 @@ CLIENT_SECONDS = 60.0
 # ---- more requests than fit ------------------------------------------------------------------------
 
 
-async def ask(address: tuple[str, int], streamed: bool) -> tuple[int, bytes, bytes]:
+async def ask(address: tuple[str, int], streamed: bool) -> RawAnswer:
     body = {
         "prompt": "hello the", "max_tokens": TOKENS, "ignore_eos": True, "stream": streamed,
         "stream_options": {"include_usage": True} if streamed else None,
     }  # fmt: skip
-    data = json.dumps({k: v for k, v in body.items() if v is not None}).encode()
     reader, writer = await asyncio.open_connection(*address)
-    writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nConnection: close\r\n"
-        b"Content-Length: %d\r\n\r\n%b" % (len(data), data)
-    )
-    answer = await reader.read()
+    writer.write(post_request("/v1/completions", body))
+    answer = read_answer(await reader.read())
     writer.close()
-    head, _, rest = answer.partition(b"\r\n\r\n")
-    return int(head.split(b" ", 2)[1]), head.lower(), rest
+    return answer
 
 
-async def rush(address: tuple[str, int]) -> list[tuple[int, bytes, bytes]]:
+async def rush(address: tuple[str, int]) -> list[RawAnswer]:
     asks = (ask(address, streamed=bool(i % 2)) for i in range(REQUESTS))
     return await asyncio.wait_for(asyncio.gather(*asks), CLIENT_SECONDS)
 
 
-def check_rush(answers: list[tuple[int, bytes, bytes]]) -> Counter[int]:
-    for status, head, body in answers:
-        if status == 200:
-            assert b'"completion_tokens":%d' % TOKENS in body, body[-300:]
-            assert b'"error"' not in body
+def check_rush(answers: list[RawAnswer]) -> Counter[int]:
+    for answer in answers:
+        if answer.status == 200:
+            assert b'"completion_tokens":%d' % TOKENS in answer.body, answer.body[-300:]
+            assert b'"error"' not in answer.body
         else:
-            assert status == 429, (status, body)
-            assert b"\r\nretry-after: 1" in head, head
-            assert b'"overloaded"' in body
-    return Counter(status for status, _, _ in answers)
+            assert answer.status == 429, answer
+            assert answer.headers["retry-after"] == "1"
+            assert b'"overloaded"' in answer.body
+    return Counter(answer.status for answer in answers)
 
 
 def test_two_hundred_at_once_are_answered_or_told_to_come_again(serve):

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from daemon.cli.check.event_stream import whole_stream
+from tests.support.raw_http import RawAnswer, post_request, read_answer
 from tests.support.waiting import eventually
 
 BATCH = 40
@@ -34,13 +35,6 @@ class Case:
     wrong: str | None = None
     leave_after: int | None = None
     rudely: bool = False
-
-
-@dataclass
-class Answer:
-    status: int
-    headers: dict[str, str]
-    body: bytes
 
 
 # ---- what is asked -------------------------------------------------------------------------------
@@ -175,16 +169,11 @@ def cases(draw) -> Case:
 # ---- how it is asked ------------------------------------------------------------------------------
 
 
-async def ask(address: tuple[str, int], case: Case) -> Answer | None:
+async def ask(address: tuple[str, int], case: Case) -> RawAnswer | None:
     """The answer; None where the client goes away."""
     reader, writer = await asyncio.open_connection(*address)
     try:
-        payload = json.dumps(case.body).encode()
-        writer.write(
-            f"POST {case.path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n".encode()
-            + payload
-        )
+        writer.write(post_request(case.path, case.body))
         if case.leave_after is not None:
             left = case.leave_after
             while left > 0 and (data := await reader.read(left)):
@@ -197,29 +186,13 @@ async def ask(address: tuple[str, int], case: Case) -> Answer | None:
         raw = await reader.read()
     finally:
         writer.close()
-    head, _, body = raw.partition(b"\r\n\r\n")
-    lines = head.decode().split("\r\n")
-    headers = {k.lower(): v for k, _, v in (line.partition(": ") for line in lines[1:])}
-    if headers.get("transfer-encoding") == "chunked":
-        body = join_chunks(body)
-    return Answer(int(lines[0].split()[1]), headers, body)
+    return read_answer(raw)
 
 
-def join_chunks(data: bytes) -> bytes:
-    parts = []
-    while True:
-        size, _, data = data.partition(b"\r\n")
-        length = int(size, 16)
-        if not length:
-            return b"".join(parts)
-        parts.append(data[:length])
-        data = data[length + 2 :]
-
-
-async def ask_all(address, batch: list[Case]) -> list[Answer | None]:
+async def ask_all(address, batch: list[Case]) -> list[RawAnswer | None]:
     room = asyncio.Semaphore(CONCURRENT)
 
-    async def one(case: Case) -> Answer | None:
+    async def one(case: Case) -> RawAnswer | None:
         async with room:
             return await asyncio.wait_for(ask(address, case), ANSWER_SECONDS)
 
@@ -229,7 +202,7 @@ async def ask_all(address, batch: list[Case]) -> list[Answer | None]:
 # ---- what must come back ---------------------------------------------------------------------------
 
 
-def check(case: Case, answer: Answer) -> str:
+def check(case: Case, answer: RawAnswer) -> str:
     """Returns a word for the statistics."""
     if answer.status == 429:
         assert int(answer.headers["retry-after"]) > 0

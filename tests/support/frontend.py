@@ -19,8 +19,9 @@ import zmq
 from daemon.cli.check.event_stream import whole_stream
 from frontend.api.app import FrontendApp
 from frontend.gate import Gate
-from frontend.http.auth import ApiKeys
+from frontend.http.body_budget import BodyBudget
 from frontend.http.server import HttpLimits, HttpServer
+from frontend.links.body_reader import BodyReader
 from frontend.links.router_client import RouterClient
 from frontend.metrics import FrontendMetrics
 from frontend.services import Services
@@ -224,8 +225,8 @@ def frontend_settings(**changes: object) -> FrontendSettings:
         "listen_fd": -1,
         "model_dir": "",
         "model_name": MODEL,
-        "api_keys_file": None,
         "max_body_bytes": 4 << 20,
+        "body_buffer_bytes": 64 << 20,
         "max_header_bytes": 32_768,
         "body_seconds": 5.0,
         "keep_alive_seconds": 900,
@@ -269,14 +270,16 @@ class ServedFrontend:
 
         self.cache_reports: list[dict[str, object]] = []
         """What the daemon says about the workers' caches."""
+        body_reader = BodyReader(self.settings.process)
         self.services = Services(
             settings=self.settings,
             router=client,
             gate=self.gate,
             texts=ByteTexts(),
-            keys=ApiKeys.load(self.settings.api_keys_file),
             metrics=metrics,
             ask_daemon=ask_daemon,
+            bodies=BodyBudget(self.settings.body_buffer_bytes, self.settings.retry_after_seconds),
+            body_reader=body_reader,
             started_at=0,
         )
         self.gate.take(InstanceStatus("ready"))
@@ -291,6 +294,7 @@ class ServedFrontend:
         self.loop.call_soon(self._ready.set)
         await self._server.serve(self._listener)
         ticker.cancel()
+        await body_reader.close()
 
     async def _tick(self) -> None:
         while True:

@@ -1,0 +1,179 @@
+"""The line to the process that reads large bodies: to decode one holds the interpreter's lock, and
+neither the event loop nor the heartbeat may stand still so long."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Generic, TypeVar
+
+import msgspec
+
+from frontend.errors import ApiError
+from frontend.generation.request import ModelLimits
+from transport.child import ProcessSettings
+
+READ_SECONDS = 30.0
+"""How long one body may take. A process that takes longer is replaced."""
+WAIT_SECONDS = 60.0
+"""How long a body may wait for those before it."""
+END_SECONDS = 5.0
+REQUEST: Final = struct.Struct("<IQ")
+"""Sizes of an `Errand` in msgpack and of the body, both of which follow."""
+REPLY: Final = struct.Struct("<BQ")
+"""Whether the body was refused, and the size of what follows: what it asks for, or the `Refusal`."""
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BodyForm(Generic[T]):
+    """One kind of body."""
+
+    name: str
+    read: Callable[[bytes, ModelLimits], T]
+    """Raises ApiError (400 or 404), naming the field."""
+    decoder: msgspec.msgpack.Decoder[T]
+    """For what `read` returned in another process."""
+
+
+def body_form(name: str, read: Callable[[bytes, ModelLimits], T], result: type[T]) -> BodyForm[T]:
+    return BodyForm(name, read, msgspec.msgpack.Decoder(result))
+
+
+class Errand(msgspec.Struct, frozen=True):
+    form: str
+    limits: ModelLimits
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """An `ApiError` that travels."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+    def error(self) -> ApiError:
+        return ApiError(self.status, self.message, param=self.param, code=self.code)
+
+
+_REFUSAL: Final = msgspec.msgpack.Decoder(Refusal)
+
+
+class BodyReader:
+    """Owner of the process, which is started for the first large body. Reads one body after the other;
+    the budget for bodies bounds how many wait. Used on the loop's thread."""
+
+    def __init__(self, process: ProcessSettings) -> None:
+        """`process`: the frontend's own."""
+        self._arguments = (process.name, process.instance, process.log_level)
+        self._turn = asyncio.Lock()
+        self._process: _ReaderProcess | None = None
+
+    async def read(self, form: BodyForm[T], body: bytes, limits: ModelLimits) -> T:
+        """
+        Raises:
+            ApiError: what `form.read` raises; or 503, the process does not answer.
+        """
+        try:
+            async with asyncio.timeout(WAIT_SECONDS):
+                await self._turn.acquire()
+        except TimeoutError as error:
+            raise _busy("Too many large bodies are waiting") from error
+        # A caller that is cancelled leaves the exchange to its end: the next one needs whole frames.
+        exchange = asyncio.ensure_future(self._exchange(Errand(form.name, limits), body))
+        exchange.add_done_callback(self._end_turn)
+        return form.decoder.decode(await asyncio.shield(exchange))
+
+    async def close(self) -> None:
+        """Nobody reads any more."""
+        if self._process is not None:
+            process, self._process = self._process, None
+            await process.end()
+
+    def _end_turn(self, exchange: asyncio.Future[bytes]) -> None:
+        self._turn.release()
+        if not exchange.cancelled():
+            exchange.exception()  # its caller may have gone
+
+    async def _exchange(self, errand: Errand, body: bytes) -> bytes:
+        try:
+            if self._process is None:
+                self._process = await _ReaderProcess.start(self._arguments)
+            async with asyncio.timeout(READ_SECONDS):
+                is_refused, reply = await self._process.ask(errand, body)
+        except (OSError, EOFError, TimeoutError) as error:
+            log.error("the process that reads large bodies is lost: %r", error)
+            await self.close()
+            raise _busy("The process that reads large bodies was lost") from error
+        if is_refused:
+            raise _REFUSAL.decode(reply).error()
+        return reply
+
+
+class _ReaderProcess:
+    """`python -m frontend.body_reader`, which ends when the socket closes that is its standard input."""
+
+    def __init__(
+        self,
+        popen: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self._popen = popen
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def start(cls, arguments: tuple[str, ...]) -> _ReaderProcess:
+        ours, theirs = socket.socketpair()
+        try:
+            popen = _spawn(theirs, arguments)
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        return cls(popen, reader, writer)
+
+    async def ask(self, errand: Errand, body: bytes) -> tuple[bool, bytes]:
+        head = msgspec.msgpack.encode(errand)
+        self._writer.write(REQUEST.pack(len(head), len(body)) + head)
+        self._writer.write(body)
+        is_refused, size = REPLY.unpack(await self._reader.readexactly(REPLY.size))
+        return bool(is_refused), await self._reader.readexactly(size)
+
+    async def end(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+        try:
+            await asyncio.to_thread(self._popen.wait, END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            await asyncio.to_thread(self._popen.wait)
+
+
+def _spawn(line: socket.socket, arguments: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "frontend.body_reader", *arguments],
+        stdin=line.fileno(),
+        stdout=subprocess.DEVNULL,
+        cwd=Path(__file__).parents[2],  # so that modules come from nowhere else
+    )
+
+
+def _busy(reason: str) -> ApiError:
+    return ApiError(503, f"{reason}: try again soon.", code="too_many_bodies", retry_after=1)

@@ -187,6 +187,8 @@ class InstanceConfig:
     """How long an idle connection stays open; keep it above the clients' own limit."""
     max_choices: Annotated[int, _HTTP, _AT_LEAST_ONE] = 16
     """Largest n of a request."""
+    allow_priority: Annotated[bool, _HTTP] = False
+    """Let requests overtake others by their field priority; without it, any priority but 0 is refused."""
     stream_high_water_kib: Annotated[int, _HTTP, _AT_LEAST_ONE] = 256
     """Unread KiB of a stream past which its sequence is paused."""
     slow_reader_seconds: Annotated[float, _HTTP, _ABOVE_ZERO] = 60.0

@@ -200,7 +200,8 @@ class InstanceConfig:
     """Choices (prompts × n) that may wait for a worker; past that a request for more than one is answered
     429."""
     max_waiting_mb: Annotated[float, _ADMISSION, _NOT_NEGATIVE] = 128.0
-    """MB of prompts that may wait for a worker; past that a prompt of more than 64 KiB is answered 429."""
+    """MB of prompts that may wait for a worker; past that a prompt of more than 64 KiB, or a request
+    for more than one choice, is answered 429."""
     retry_after: Annotated[int, _ADMISSION, _AT_LEAST_ONE] = 1
     """Seconds in Retry-After of a 429 or 503."""
     routing: Annotated[Routing, _ADMISSION] = "affinity"

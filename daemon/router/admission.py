@@ -79,7 +79,7 @@ class Admission:
                 f"there would be more than {limit}"
             )
         waiting, limit = self.waiting_bytes, self._settings.max_waiting_bytes
-        if size > LONG_PROMPT_BYTES and waiting and waiting + size > limit:
+        if (size > LONG_PROMPT_BYTES or choices > 1) and waiting and waiting + size > limit:
             return (
                 f"{waiting} bytes of prompts are waiting already, and with the {size} of this one "
                 f"there would be more than {limit}"

@@ -57,7 +57,7 @@ class RouterCore:
         self._peers = Peers(settings)
         self._trials = Trials(settings.max_migrations)
         self._held_prompts: PromptTurns[Generation] = PromptTurns()
-        """No tokenizer may be given them now: they are long, or suspects."""
+        """No tokenizer has room for them now, or they are suspects."""
         self._held_suspects: PromptTurns[Generation] = PromptTurns()
         """No worker may be given them now."""
         self._out: list[Outgoing] = []

@@ -562,6 +562,18 @@ def test_a_cancelled_prompt_counts_until_the_tokenizer_has_let_go_of_it():
     assert given_to_tokenizer(core.encoding_failed(TOKENIZER, dropped, 3.0)) == ["c"]
 
 
+def test_a_tokenizer_that_answers_nothing_gets_no_more_short_prompts():
+    core = serving_core(max_waiting=10_000)
+    text = bytes(64 << 10)
+    given = 0
+    while given_to_tokenizer(submit(core, f"r{given}", text=text)):
+        core.cancel(Cancel(RequestId(f"r{given}")), 2.0)
+        given += 1
+    assert given == 512
+    dropped = RequestFailed(RequestId("r0"), 499, "cancelled", "x")
+    assert given_to_tokenizer(core.encoding_failed(TOKENIZER, dropped, 3.0)) == ["r512"]
+
+
 def test_a_prompt_for_which_no_tokenizer_has_room_fails_in_time():
     core = serving_core(stage_seconds=10.0)
     for name in "abc":
@@ -596,6 +608,9 @@ def test_bytes_of_prompts_that_wait_are_bounded_but_short_ones_come_in():
     (refused,) = submit(core, "c", text=LONG)
     assert (refused.message.status, refused.message.retry_after) == (429, 3)
     assert "bytes of prompts are waiting already" in refused.message.message
+    core.cancel(Cancel(RequestId("b")), 2.0)
+    submit(core, "b", text=LONG[4:])
+    assert messages(submit(core, "e", n=2, text=b"short"), RequestFailed), "it may be long in all"
     assert messages(submit(core, "d"), Encode)
 
 

@@ -59,6 +59,7 @@ def test_a_frontend_is_told_its_options(told, tmp_path, monkeypatch):
         served_model_name="m", max_body_mb=1.5, body_buffer_mb=2.5,
         max_header_kib=2, body_seconds=3.0, keep_alive_seconds=4, max_choices=5, stream_high_water_kib=6,
         slow_reader_seconds=7.0, retry_after=8, drain_timeout=9.0, sampling_defaults="openai",
+        allow_priority=True,
     )["frontend/0"]  # fmt: skip
     assert (frontend.listen_fd, frontend.model_dir, frontend.model_name) == (7, str(tmp_path), "m")
     assert (frontend.max_body_bytes, frontend.max_header_bytes) == (1_500_000, 2048)
@@ -67,6 +68,7 @@ def test_a_frontend_is_told_its_options(told, tmp_path, monkeypatch):
     assert (frontend.stream_high_water_bytes, frontend.slow_reader_seconds) == (6144, 7.0)
     assert (frontend.retry_after_seconds, frontend.drain_seconds) == (8, 9.0)
     assert frontend.sampling_defaults.temperature == 1.0
+    assert frontend.allow_priority
 
 
 def test_a_worker_is_told_its_options(told, tmp_path):

@@ -18,6 +18,7 @@ from daemon.cli.output import sentence_console
 from daemon.configuration.config import InstanceConfig
 from daemon.configuration.sources import unknown_variables
 from daemon.errors import EXIT_FAILED, DeepInferError
+from daemon.system.listen import open_port_warning
 from daemon.system.run_directory import (
     LOG_FILE,
     RunDirectory,
@@ -69,6 +70,9 @@ def start(config: InstanceConfig | None = None) -> None:
         _remove_if_nobody_runs(path, config.instance)
         _put_back(path, earlier_log)
         signals.close()
+    warning = open_port_warning(config.host, config.api_keys_file is not None)
+    if warning is not None:
+        sentence_console(stderr=True).print(warning, style="yellow", markup=False)
     console.print(
         f"Instance {config.instance!r} is ready (process {child.pid}, log {path / LOG_FILE})."
     )

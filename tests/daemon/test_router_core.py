@@ -206,6 +206,13 @@ def test_token_prompts_skip_the_tokenizer_and_are_checked():
     assert (failed.status, failed.param) == (400, "prompt")
 
 
+def test_an_id_of_the_tokenizer_that_the_model_does_not_know_reaches_no_worker():
+    core = serving_core()
+    submit(core, "a")
+    (failed,) = encoded(core, "a", ids=[5, 100])
+    assert (failed.message.status, failed.message.code) == (400, "invalid_token")
+
+
 def test_a_lost_worker_costs_no_token():
     core = serving_core(ranks=2)
     submit(core, "a", n=2)

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from daemon.cli.output import sentence_console
 from daemon.configuration.config import InstanceConfig
-from daemon.configuration.sources import unknown_variables
+from daemon.configuration.sources import ignored_variables
 from daemon.errors import EXIT_FAILED, DeepInferError
 from daemon.system.listen import open_port_warning
 from daemon.system.run_directory import (
@@ -51,7 +51,7 @@ def start(config: InstanceConfig | None = None) -> None:
         raise DeepInferError(already_running(path, config.instance))
     make_run_directory(path)
     console = sentence_console()
-    for sentence in unknown_variables(os.environ):
+    for sentence in ignored_variables(os.environ):
         sentence_console(stderr=True).print(sentence, style="yellow")
     signals = StopSignals()
     earlier_log = b""

@@ -24,6 +24,7 @@ from typing import Final
 import psutil
 
 from daemon.errors import ConfigurationError, DeepInferError
+from daemon.system.operator_text import require_utf8
 from daemon.system.private_path import UntrustedPathError, check_private_path
 from transport.sockets import SOCKET_FILES, Endpoints
 
@@ -45,9 +46,10 @@ def choose_run_directory(instance: str, wanted: Path | None) -> Path:
     """The run directory of `instance`: `wanted`, else the first place that fits (see --run-dir).
 
     Raises:
-        ConfigurationError: a socket path in it would be too long.
+        ConfigurationError: it is not UTF-8, or a socket path in it would be too long.
     """
     path = wanted.absolute() if wanted is not None else _default_directory(instance)
+    require_utf8("The run directory", str(path))
     problem = Endpoints(str(path)).path_problem()
     if problem is not None:
         raise ConfigurationError(problem[0].upper() + problem[1:] + ".")
@@ -58,7 +60,7 @@ def find_run_directory(instance: str, wanted: Path | None) -> Path:
     """Where `instance` runs, for those who ask it: also where systemd has started it.
 
     Raises:
-        ConfigurationError: a socket path in it would be too long.
+        ConfigurationError: it is not UTF-8, or a socket path in it would be too long.
         DeepInferError: the directory belongs to another user.
     """
     path = choose_run_directory(instance, wanted)

@@ -283,3 +283,18 @@ def test_a_hit_is_kept_until_its_load_is_over(make_rank):
         rank.transfers.poll()
     assert len(pinned) > 1 and all(pinned), "its pages could be overwritten while they are read"
     assert rank.cache.stats().pages_pinned == 0
+
+
+@pytest.mark.parametrize(("window", "keep"), [(0, 0), (5, 11)])
+def test_a_store_does_not_write_to_what_a_load_still_reads(make_rank, window, keep):
+    rank = make_rank(window, keep, host_pages=7, host_states=2, delay=40, budget=100)
+    prompt = [4] * 50
+    rank.add(0, prompt, 1)
+    rank.run()
+    rank.add(1, prompt, 1)
+    rank.turn()
+    rank.add(2, [5] * 60, 1)  # there is room for it only where the first one's pages are
+    rank.run()
+    assert rank.cached_of(1)[0] > 0
+    assert rank.tokens_of(1) == rank.tokens_of(0) == rank.simulate(prompt, 1)
+    rank.check_rest()

@@ -55,6 +55,7 @@ class Gate:
             settings.max_choices,
             settings.sampling_defaults,
             self._max_token_bytes,
+            settings.allow_priority,
         )
 
     def keys(self) -> ApiKeys:

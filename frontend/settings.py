@@ -64,3 +64,4 @@ class FrontendSettings(msgspec.Struct, frozen=True):
     retry_after_seconds: int
     drain_seconds: float
     sampling_defaults: SamplingDefaults = SamplingDefaults()
+    allow_priority: bool = False

@@ -41,8 +41,7 @@ def reload(*, target: Target = DEFAULT_TARGET) -> None:
             f"{CONFIRM_SECONDS:g} s: it checks against them as soon as it goes on."
         )
     sentence_console().print(
-        f"All frontends check against {report.users} keys for users and {report.admins} for "
-        "administration."
+        f"Keys in use by all frontends: {report.users} for users, {report.admins} for administration."
     )
 
 

@@ -15,6 +15,7 @@ from daemon.configuration.config import DEFAULT_MODEL, InstanceConfig
 from daemon.default_model.fetch import DefaultModelError, ensure_default_model
 from daemon.errors import ConfigurationError, DeepInferError
 from daemon.system.accelerator import nvidia_devices
+from daemon.system.operator_text import require_utf8
 
 DESCRIPTORS_BASE: Final = 256
 THREADS_PER_PROCESS: Final = 8
@@ -41,6 +42,7 @@ def find_model(model: str, progress: Callable[[str], None]) -> Path:
         except DefaultModelError as error:
             raise DeepInferError(str(error)) from error
     path = Path(model).expanduser().absolute()
+    require_utf8("The model path", str(path))
     try:
         if not path.exists():
             raise ConfigurationError(

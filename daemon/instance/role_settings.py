@@ -143,6 +143,7 @@ def _router(plan: InstancePlan) -> ChildSpec:
         config,
         process=process,
         workers=config.dp,
+        max_waiting_bytes=round(config.max_waiting_mb * 1_000_000),
         retry_after_seconds=config.retry_after,
         stage_seconds=config.stage_timeout,
         start_seconds=config.start_timeout,

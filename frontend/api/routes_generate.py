@@ -11,13 +11,13 @@ from starlette.types import Receive, Scope, Send
 
 from frontend.api.answers import CollectedAnswer, StreamedAnswer
 from frontend.api.dialect import AnswerHead, AnswerWriter, Dialect
-from frontend.errors import ApiError, ClientGone
+from frontend.errors import ApiError
 from frontend.generation.job import Job
 from frontend.generation.request import ModelLimits
 from frontend.http.access_log import span
 from frontend.http.body_limits import read_body
 from frontend.http.call import Call, call_of
-from frontend.http.disconnect import DisconnectWatch
+from frontend.http.disconnect import DisconnectWatch, unless_gone
 from frontend.http.reply import send_bytes
 from frontend.http.stream_buffer import StreamBuffer
 from frontend.links.body_reader import BodyForm
@@ -54,16 +54,7 @@ async def receive_body(
         limits = services.gate.admit()
         if len(body) <= DIRECT_BYTES:
             return form.read(body, limits), limits
-        reading = asyncio.ensure_future(services.body_reader.read(form, body, limits))
-
-        def leave() -> None:
-            reading.cancel()
-
-        async with DisconnectWatch(receive, leave):
-            await asyncio.wait([reading])
-        if reading.cancelled():
-            raise ClientGone
-        return reading.result(), limits
+        return await unless_gone(receive, services.body_reader.read(form, body, limits)), limits
 
 
 class GenerateEndpoint:

@@ -137,3 +137,11 @@ def test_root_is_not_held_to_the_limit_on_threads(thread_limit, monkeypatch):
     thread_limit(1)
     monkeypatch.setattr(preflight, "_may_exceed_limits", lambda: True)
     check_thread_limit(InstanceConfig())
+
+
+def test_a_model_below_a_directory_that_is_not_utf8_is_named(tmp_path, monkeypatch):
+    folder = os.fsencode(tmp_path) + b"/caf\xe9"
+    os.makedirs(folder + b"/model")
+    monkeypatch.chdir(folder)
+    with pytest.raises(ConfigurationError, match=r"caf.*xe9/model' is not UTF-8"):
+        find_model("model", print)

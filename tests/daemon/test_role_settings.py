@@ -60,7 +60,7 @@ def test_a_frontend_is_told_its_options(told, tmp_path, monkeypatch):
         max_header_kib=2, body_seconds=3.0, keep_alive_seconds=4, max_choices=5, stream_high_water_kib=6,
         slow_reader_seconds=7.0,
         host="::1", cors_origin=("http://a", "http://b:1"), retry_after=8, drain_timeout=9.0,
-        sampling_defaults="openai",
+        sampling_defaults="openai", allow_priority=True,
     )["frontend/0"]  # fmt: skip
     assert (frontend.listen_fd, frontend.model_dir, frontend.model_name) == (7, str(tmp_path), "m")
     assert (frontend.host, frontend.cors_origin) == ("::1", ("http://a", "http://b:1"))
@@ -70,6 +70,7 @@ def test_a_frontend_is_told_its_options(told, tmp_path, monkeypatch):
     assert (frontend.stream_high_water_bytes, frontend.slow_reader_seconds) == (6144, 7.0)
     assert (frontend.retry_after_seconds, frontend.drain_seconds) == (8, 9.0)
     assert frontend.sampling_defaults.temperature == 1.0
+    assert frontend.allow_priority
 
 
 def test_a_worker_is_told_its_options(told, tmp_path):

@@ -136,7 +136,8 @@ class Running:
 
     def request(self, method: str, path: str, body: object = None) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
-        connection.request(method, path, None if body is None else json.dumps(body))
+        data = None if body is None else json.dumps(body)
+        connection.request(method, path, data, {"Content-Type": "application/json"})
         answer = connection.getresponse()
         result = answer.status, answer.read()
         connection.close()

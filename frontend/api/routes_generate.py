@@ -55,15 +55,14 @@ async def receive_body(
         if len(body) <= DIRECT_BYTES:
             return form.read(body, limits), limits
         reading = asyncio.ensure_future(services.body_reader.read(form, body, limits))
-
-        def leave() -> None:
-            reading.cancel()
-
-        async with DisconnectWatch(receive, leave):
+        async with DisconnectWatch(receive, reading.cancel):
             await asyncio.wait([reading])
         if reading.cancelled():
             raise ClientGone
-        return reading.result(), limits
+        try:
+            return reading.result(), limits
+        finally:
+            del reading  # holds the error, whose traceback holds this frame, and with it the body
 
 
 class GenerateEndpoint:

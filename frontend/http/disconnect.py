@@ -15,7 +15,7 @@ class DisconnectWatch:
 
     One task a request waits for it. The body must have been read before."""
 
-    def __init__(self, receive: Receive, on_gone: Callable[[], None]) -> None:
+    def __init__(self, receive: Receive, on_gone: Callable[[], object]) -> None:
         self._receive = receive
         self._on_gone = on_gone
         self._task: asyncio.Task[None] | None = None

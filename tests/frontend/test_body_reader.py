@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -15,9 +16,11 @@ from frontend.api.tokenize import DETOKENIZE, TOKENIZE
 from frontend.errors import ApiError
 from frontend.generation.request import ModelLimits
 from frontend.http import json_body
+from frontend.http.body_budget import BodyShare
 from frontend.links import body_reader
 from frontend.links.body_reader import BodyReader
 from tests.support.frontend import frontend_settings, request_http
+from tests.support.waiting import eventually
 from transport.messages.to_router import Submit
 
 LIMITS = ModelLimits("served", 1000, 4096, 8)
@@ -107,3 +110,18 @@ def test_a_large_body_is_not_read_on_the_event_loop(serve, monkeypatch):
     answer = request_http(server, "POST", "/detokenize", {"tokens": [65] * 50_000})
     assert answer.json["error"]["code"] == "context_length_exceeded"
     assert server.services.bodies.held == 0
+
+
+def test_a_refused_body_is_not_kept(serve):
+    """No cycle of references holds it until somebody looks for cycles."""
+    server = serve()
+    gc.collect()
+    gc.disable()
+    try:
+        body = b'{"messages": [], "user": "%s"}' % (b"a" * 200_000)
+        assert request_http(server, "POST", "/v1/chat/completions", body).status == 400
+        eventually(lambda: server.services.bodies.held == 0)
+        held = [part for part in gc.get_objects() if isinstance(part, BodyShare)]
+        assert not held
+    finally:
+        gc.enable()

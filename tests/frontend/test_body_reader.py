@@ -7,9 +7,11 @@ import gc
 import json
 import os
 import signal
+import threading
 
 import pytest
 
+from frontend.api import tokenize
 from frontend.api.openai_chat import CHAT
 from frontend.api.openai_completions import COMPLETIONS
 from frontend.api.tokenize import DETOKENIZE, TOKENIZE
@@ -120,8 +122,31 @@ def test_a_refused_body_is_not_kept(serve):
     try:
         body = b'{"messages": [], "user": "%s"}' % (b"a" * 200_000)
         assert request_http(server, "POST", "/v1/chat/completions", body).status == 400
-        eventually(lambda: server.services.bodies.held == 0)
-        held = [part for part in gc.get_objects() if isinstance(part, BodyShare)]
-        assert not held
+        eventually(lambda: not any(isinstance(part, BodyShare) for part in gc.get_objects()))
     finally:
         gc.enable()
+
+
+def test_ids_become_text_beside_the_event_loop(serve, monkeypatch):
+    server = serve()
+    threads = []
+
+    def decode(ids) -> str:
+        threads.append(threading.get_ident())
+        return "text"
+
+    monkeypatch.setattr(server.services.texts, "decode", decode, raising=False)
+    body = {"prompt": [[65], [66]], "echo": True, "max_tokens": 1}
+    answer = request_http(server, "POST", "/v1/completions", body)
+    assert [choice["text"][:4] for choice in answer.json["choices"]] == ["text", "text"]
+    assert request_http(server, "POST", "/detokenize", {"tokens": [65]}).json["prompt"] == "text"
+    assert len(threads) == 3
+    assert server.call(threading.get_ident) not in threads
+
+
+def test_many_ids_of_a_text_are_all_answered(serve, monkeypatch):
+    monkeypatch.setattr(tokenize, "IDS_PER_TURN", 1000)
+    text = "ab" * 2000
+    answer = request_http(serve(), "POST", "/tokenize", {"prompt": text}).json
+    assert answer["tokens"] == list(text.encode())
+    assert answer["count"] == 4000

@@ -10,6 +10,7 @@ from frontend.generation.request import ModelLimits
 from frontend.metrics import FrontendMetrics
 from frontend.readiness import News, Phase, Readiness
 from frontend.settings import FrontendSettings
+from transport.messages.from_daemon import ApiKeys
 
 INFORMED_SECONDS = 5.0
 """How long a new frontend leaves connections in the listener's queue until it knows what the router
@@ -46,12 +47,7 @@ class Gate:
         if self.readiness.phase is not Phase.OPEN or model is None:
             answer = self.readiness.answer()
             self._metrics.rejected("draining" if answer.state == "draining" else "not_ready")
-            raise ApiError(
-                503,
-                f"The server takes no requests now: {answer.reason}.",
-                code="not_ready",
-                retry_after=settings.retry_after_seconds,
-            )
+            raise self._refusal()
         return ModelLimits(
             settings.model_name,
             model.vocab_size,
@@ -59,6 +55,26 @@ class Gate:
             settings.max_choices,
             settings.sampling_defaults,
             self._max_token_bytes,
+            settings.allow_priority,
+        )
+
+    def keys(self) -> ApiKeys:
+        """The keys that open the API.
+
+        Raises:
+            ApiError: 503; the daemon has not told them yet.
+        """
+        status = self.readiness.status
+        if status is None:
+            raise self._refusal()
+        return status.keys
+
+    def _refusal(self) -> ApiError:
+        return ApiError(
+            503,
+            f"The server takes no requests now: {self.readiness.answer().reason}.",
+            code="not_ready",
+            retry_after=self._settings.retry_after_seconds,
         )
 
     async def wait_to_accept(self) -> None:

@@ -17,7 +17,6 @@ from frontend.api.app import FrontendApp
 from frontend.errors import ApiError
 from frontend.gate import Gate
 from frontend.generation.text_decoding import TokenTexts
-from frontend.http.auth import ApiKeys, ApiKeysError
 from frontend.http.body_budget import BodyBudget
 from frontend.http.server import HttpLimits, HttpServer
 from frontend.links.body_reader import BodyReader
@@ -46,7 +45,6 @@ class Frontend:
         self,
         process: Process[FrontendSettings, FrontendNotice],
         texts: TokenTexts,
-        keys: ApiKeys,
     ) -> None:
         self._settings = settings = process.settings
         self._stop = process.stop
@@ -65,7 +63,6 @@ class Frontend:
             router=self._router,
             gate=self._gate,
             texts=texts,
-            keys=keys,
             metrics=metrics,
             ask_daemon=self._daemon.ask,
             bodies=BodyBudget(settings.body_buffer_bytes, settings.retry_after_seconds),
@@ -157,24 +154,19 @@ class Frontend:
         self._services.end_all(ApiError(503, "The server is shutting down.", retry_after=1))
 
 
-async def _run(
-    process: Process[FrontendSettings, FrontendNotice], texts: TokenTexts, keys: ApiKeys
-) -> None:
-    await Frontend(process, texts, keys).run()
+async def _run(process: Process[FrontendSettings, FrontendNotice], texts: TokenTexts) -> None:
+    await Frontend(process, texts).run()
 
 
 def _serve(process: Process[FrontendSettings, FrontendNotice]) -> None:
     settings = process.settings
     texts = Detokenizer(load_tokenizer(Path(settings.model_dir)).tokenizer)
-    keys = ApiKeys.load(settings.api_keys_file)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run(process, texts, keys))
+        runner.run(_run(process, texts))
 
 
 def main() -> int:
-    return run_process(
-        FrontendSettings, FRONTEND_NOTICES, _serve, fatal=(TokenizerLoadError, ApiKeysError)
-    )
+    return run_process(FrontendSettings, FRONTEND_NOTICES, _serve, fatal=(TokenizerLoadError,))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from frontend.gate import Gate
 from frontend.generation.job import Job
 from frontend.generation.request import GenerationRequest
 from frontend.generation.text_decoding import TokenTexts
-from frontend.http.auth import ApiKeys
 from frontend.http.body_budget import BodyBudget
 from frontend.http.body_limits import BodyLimits
 from frontend.http.call import Call
@@ -44,7 +43,6 @@ class Services:
     router: RouterClient
     gate: Gate
     texts: TokenTexts
-    keys: ApiKeys
     metrics: FrontendMetrics
     ask_daemon: Callable[[Query | CacheCommand], Awaitable[bytes]]
     started_at: int

@@ -44,8 +44,6 @@ class FrontendSettings(msgspec.Struct, frozen=True):
     model_dir: str
     model_name: str
     """The id in `/v1/models`; requests must name it (or nothing)."""
-    api_keys_file: str | None
-    """One key a line; None: no authentication."""
     max_body_bytes: int
     body_buffer_bytes: int
     """Bytes of bodies that still arrive or wait to be read, of all connections together."""
@@ -62,3 +60,4 @@ class FrontendSettings(msgspec.Struct, frozen=True):
     retry_after_seconds: int
     drain_seconds: float
     sampling_defaults: SamplingDefaults = SamplingDefaults()
+    allow_priority: bool = False

@@ -94,7 +94,7 @@ def enter_process(settings_type: type[SettingsT]) -> tuple[SettingsT, StopFlag]:
     except msgspec.DecodeError as error:
         sys.exit(f"this program is started by the deepinfer daemon, not by hand ({error})")
     process = settings.process
-    _die_with_parent(process.parent_pid)
+    die_with_parent(process.parent_pid)
     setproctitle.setproctitle(f"deepinfer:{process.name} [{process.instance}]")
     setproctitle.setthreadtitle(f"di:{process.name}"[:15])
     configure_logging(process.name, process.log_level)
@@ -110,7 +110,7 @@ def enter_process(settings_type: type[SettingsT]) -> tuple[SettingsT, StopFlag]:
     return settings, stop
 
 
-def _die_with_parent(parent_pid: int) -> None:
+def die_with_parent(parent_pid: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         log.warning("no parent-death signal: %s", os.strerror(ctypes.get_errno()))

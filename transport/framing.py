@@ -43,6 +43,10 @@ def decode_header(frame: Payload, decoder: Decoder[MessageT]) -> MessageT:
         raise BadMessage(f"not a message of this protocol version: {error}") from error
 
 
+def payload_bytes(frame: Payload) -> int:
+    return frame.nbytes if isinstance(frame, memoryview) else len(frame)
+
+
 def token_frame(ids: Sequence[int] | TokenArray) -> memoryview:
     """Token ids as a payload frame (little-endian int32)."""
     return np.ascontiguousarray(ids, dtype="<i4").data.cast("B")

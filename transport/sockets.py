@@ -18,7 +18,14 @@ import msgspec
 import zmq
 from msgspec.msgpack import Decoder
 
-from transport.framing import BadMessage, MessageT, Payload, decode_header, encode_header
+from transport.framing import (
+    BadMessage,
+    MessageT,
+    Payload,
+    decode_header,
+    encode_header,
+    payload_bytes,
+)
 from transport.ids import ProcessName
 from transport.messages.base import Message
 from transport.messages.telemetry import Snapshot
@@ -133,9 +140,7 @@ class CountingSocket:
         return frames
 
     def _send_frames(self, frames: list[Payload]) -> bool:
-        size = sum(
-            frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in frames
-        )
+        size = sum(map(payload_bytes, frames))
         try:
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=size < COPY_BELOW_BYTES)
         except zmq.ZMQError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from cyclopts import App
@@ -11,6 +12,7 @@ from daemon.cli.bench import bench_app
 from daemon.cli.check import check_app
 from daemon.cli.config_show import config_app
 from daemon.cli.inspect import inspect_app
+from daemon.cli.keys import keys_app
 from daemon.cli.output import sentence_console
 from daemon.cli.serve import serve
 from daemon.cli.start import start
@@ -18,8 +20,9 @@ from daemon.cli.status import status
 from daemon.cli.stop import stop
 from daemon.cli.systemd import systemd_app
 from daemon.cli.top import top
-from daemon.configuration.sources import SOURCES
+from daemon.configuration.sources import ENVIRONMENT_PREFIX, SOURCES
 from daemon.errors import EXIT_USAGE, DeepInferError
+from daemon.system.operator_text import require_utf8
 
 app = App(
     name="deepinfer",
@@ -34,6 +37,7 @@ app.command(stop)
 app.command(status)
 app.command(inspect_app)
 app.command(top)
+app.command(keys_app)
 app.command(check_app)
 app.command(bench_app)
 app.command(config_app)
@@ -43,6 +47,11 @@ app.command(systemd_app)
 def main() -> None:
     errors = sentence_console(stderr=True)
     try:
+        for word in sys.argv[1:]:
+            require_utf8("The argument", word)
+        for name, value in os.environ.items():
+            if name.startswith(ENVIRONMENT_PREFIX):
+                require_utf8(f"The environment variable {name}", value)
         app(sys.argv[1:], exit_on_error=False, print_error=True, error_console=errors)
     except DeepInferError as error:
         errors.print(f"deepinfer: {error}", style="red", markup=False)

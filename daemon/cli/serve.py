@@ -6,7 +6,7 @@ import logging
 import os
 
 from daemon.configuration.config import InstanceConfig
-from daemon.configuration.sources import unknown_variables
+from daemon.configuration.sources import ignored_variables
 from daemon.system.stop_signals import StopRequested, StopSignals
 from transport.logs import configure_logging
 
@@ -23,9 +23,10 @@ def serve(config: InstanceConfig | None = None) -> None:
 
     config = config or InstanceConfig()
     configure_logging("daemon", config.log_level)
-    for sentence in unknown_variables(os.environ):
+    for sentence in ignored_variables(os.environ):
         log.warning("%s", sentence)
-    signals = StopSignals()
+    has_keys = config.api_keys_file is not None or config.admin_keys_file is not None
+    signals = StopSignals(hangup_reloads=has_keys)
     try:
         run_instance(config, signals)
     except StopRequested:

@@ -16,8 +16,9 @@ from rich.console import Console
 
 from daemon.cli.output import sentence_console
 from daemon.configuration.config import InstanceConfig
-from daemon.configuration.sources import unknown_variables
+from daemon.configuration.sources import ignored_variables
 from daemon.errors import EXIT_FAILED, DeepInferError
+from daemon.system.listen import open_port_warning
 from daemon.system.run_directory import (
     LOG_FILE,
     RunDirectory,
@@ -50,7 +51,7 @@ def start(config: InstanceConfig | None = None) -> None:
         raise DeepInferError(already_running(path, config.instance))
     make_run_directory(path)
     console = sentence_console()
-    for sentence in unknown_variables(os.environ):
+    for sentence in ignored_variables(os.environ):
         sentence_console(stderr=True).print(sentence, style="yellow")
     signals = StopSignals()
     earlier_log = b""
@@ -69,6 +70,9 @@ def start(config: InstanceConfig | None = None) -> None:
         _remove_if_nobody_runs(path, config.instance)
         _put_back(path, earlier_log)
         signals.close()
+    warning = open_port_warning(config.host, config.api_keys_file is not None)
+    if warning is not None:
+        sentence_console(stderr=True).print(warning, style="yellow", markup=False)
     console.print(
         f"Instance {config.instance!r} is ready (process {child.pid}, log {path / LOG_FILE})."
     )

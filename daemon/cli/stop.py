@@ -14,7 +14,14 @@ from daemon.cli.output import sentence_console
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.errors import DeepInferError
 from daemon.inspection.inspection_client import InspectionClient
-from daemon.system.run_directory import has_ended, instance_name, not_running, running_pid
+from daemon.system.run_directory import (
+    PID_FILE,
+    has_ended,
+    holds_lock,
+    instance_name,
+    not_running,
+    running_pid,
+)
 from transport.sockets import Endpoints
 
 CLEAN_UP_SECONDS = 40.0
@@ -45,6 +52,12 @@ def stop(
             f"Instance {instance!r} is just starting or ending: try again in a moment."
         ) from None
     try:
+        # With the pidfd open: the number cannot become another process's any more.
+        if not holds_lock(pid, path):
+            raise DeepInferError(
+                f"Process {pid}, which {path / PID_FILE} names, is not the daemon of instance "
+                f"{instance!r}: nothing was stopped. Try again in a moment, from where it was started."
+            )
         _ask(path, instance, pidfd, drain_timeout)
         if not has_ended(pidfd, seconds):
             raise DeepInferError(

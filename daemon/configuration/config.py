@@ -172,6 +172,9 @@ class InstanceConfig:
     """Port to listen on; 0: any free one."""
     api_keys_file: Annotated[Path | None, _HTTP] = None
     """File with one API key a line. Default: no authentication."""
+    admin_keys_file: Annotated[Path | None, _HTTP] = None
+    """File with the keys that open /metrics and /deepinfer/..., and everything else, too. Default: those
+    of --api-keys-file open them."""
     max_body_mb: Annotated[float, _HTTP, _ABOVE_ZERO] = 32.0
     """Largest request body, in MB."""
     body_buffer_mb: Annotated[float, _HTTP, _ABOVE_ZERO] = 256.0
@@ -184,6 +187,8 @@ class InstanceConfig:
     """How long an idle connection stays open; keep it above the clients' own limit."""
     max_choices: Annotated[int, _HTTP, _AT_LEAST_ONE] = 16
     """Largest n of a request."""
+    allow_priority: Annotated[bool, _HTTP] = False
+    """Let requests overtake others by their field priority; without it, any priority but 0 is refused."""
     stream_high_water_kib: Annotated[int, _HTTP, _AT_LEAST_ONE] = 256
     """Unread KiB of a stream past which its sequence is paused."""
     slow_reader_seconds: Annotated[float, _HTTP, _ABOVE_ZERO] = 60.0
@@ -191,12 +196,18 @@ class InstanceConfig:
 
     max_waiting: Annotated[int, _ADMISSION, _NOT_NEGATIVE] = 256
     """HTTP requests that may wait for a worker; one more is answered 429."""
+    max_waiting_choices: Annotated[int, _ADMISSION, _NOT_NEGATIVE] = 1024
+    """Choices (prompts × n) that may wait for a worker; past that a request for more than one is answered
+    429."""
+    max_waiting_mb: Annotated[float, _ADMISSION, _NOT_NEGATIVE] = 128.0
+    """MB of prompts that may wait for a worker; past that a prompt of more than 64 KiB, or a request
+    for more than one choice, is answered 429."""
     retry_after: Annotated[int, _ADMISSION, _AT_LEAST_ONE] = 1
     """Seconds in Retry-After of a 429 or 503."""
     routing: Annotated[Routing, _ADMISSION] = "affinity"
     """affinity: a conversation stays with its worker."""
-    max_migrations: Annotated[int, _ADMISSION, _NOT_NEGATIVE] = 3
-    """How often a request may move to another worker after a loss."""
+    max_migrations: Annotated[int, _ADMISSION, _NOT_NEGATIVE] = 1
+    """How many workers or tokenizers a request may have killed and still be given to another one."""
     stage_timeout: Annotated[float, _ADMISSION, _ABOVE_ZERO] = 60.0
     """Seconds that a request may spend at a tokenizer, or wait for a worker whose processes keep
     dying before they serve (for one that loads: --start-timeout)."""

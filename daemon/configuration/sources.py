@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +27,11 @@ ENVIRONMENT_PREFIX: Final = "DEEPINFER_"
 MODEL_DIR_VARIABLE: Final = "DEEPINFER_HF_MODEL_DIR"
 OTHER_VARIABLES: Final = (MODEL_DIR_VARIABLE, "DEEPINFER_CACHE_DIR", "DEEPINFER_QUIET_START")
 """Those that belong to no option by their name."""
+_SERVICE_PORT: Final = re.compile(r"DEEPINFER_(\w+_)?PORT")
+_SERVICE_ADDRESS: Final = re.compile(r"(tcp|udp|sctp)://")
+_SERVICE_VARIABLE: Final = re.compile(
+    r"DEEPINFER_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
 SYSTEM_CONFIG_DIR: Final = Path("/etc/deepinfer")
 
 
@@ -34,6 +40,18 @@ def _first_token(arguments: ArgumentCollection, name: str) -> str | None:
     if argument is None or not argument.tokens:
         return None
     return str(argument.tokens[0].value)
+
+
+class Environment(Env):
+    """Variables with an option's name, without the one that Kubernetes sets to an address."""
+
+    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        super().__call__(app, commands, arguments)
+        for argument in arguments:
+            kept = [
+                t for t in argument.tokens if not _is_service_variable(t.keyword or "", t.value)
+            ]
+            argument.tokens[:] = kept
 
 
 class ModelDirVariable:
@@ -50,7 +68,8 @@ class _OptionsFile(Toml):
 
     def _load_config(self, path: Path) -> dict[str, object]:
         try:
-            options: dict[str, object] = super()._load_config(path)
+            # Editors of Windows begin a file with a byte order mark, which TOML does not know.
+            options: dict[str, object] = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise CycloptsError(
                 msg=f"The configuration file {path} is no valid TOML: {error}."
@@ -127,21 +146,37 @@ provenance: Final = Provenance()
 """Where the values of the command that this process runs came from."""
 
 SOURCES: Final = (
-    Env(ENVIRONMENT_PREFIX, command=False), ModelDirVariable(), InstanceFile(), provenance,
+    Environment(ENVIRONMENT_PREFIX, command=False), ModelDirVariable(), InstanceFile(), provenance,
 )  # fmt: skip
 
 
-def unknown_variables(names: Iterable[str]) -> list[str]:
-    """One sentence for each environment variable that looks like an option but is none; a slip
-    would otherwise go unnoticed."""
+def ignored_variables(variables: Mapping[str, str]) -> list[str]:
+    """One sentence for each environment variable that looks like an option but is none, for a slip
+    would otherwise go unnoticed; and one for all that Kubernetes has set."""
     prefix = ENVIRONMENT_PREFIX
     known = [field.name.upper() for field in dataclasses.fields(InstanceConfig)]
     known += [name.removeprefix(prefix) for name in OTHER_VARIABLES]
+    of_services = [
+        name for name in sorted(variables) if _is_service_variable(name, variables[name])
+    ]
     sentences = []
-    for name in sorted(names):
+    for name in sorted(variables.keys() - of_services):
         option = name.removeprefix(prefix)
         if name.startswith(prefix) and option not in known:
             near = difflib.get_close_matches(option, known, 1)
             hint = f": did you mean {prefix}{near[0]}?" if near else "."
             sentences.append(f"The environment variable {name} is ignored, it is no option{hint}")
+    if of_services:
+        sentences.append(
+            f"Ignored are variables that Kubernetes sets for a Service ({', '.join(of_services)}): "
+            "give that Service a name that does not begin with deepinfer, or set enableServiceLinks: false "
+            "for the pod."
+        )
     return sentences
+
+
+def _is_service_variable(name: str, value: str) -> bool:
+    """Whether Kubernetes has set it, in every pod beside a Service with a name like deepinfer."""
+    return bool(_SERVICE_VARIABLE.fullmatch(name)) or bool(
+        _SERVICE_PORT.fullmatch(name) and _SERVICE_ADDRESS.match(value)
+    )

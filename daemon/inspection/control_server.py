@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol, assert_never
 
 import zmq
@@ -23,6 +23,7 @@ from transport.messages.to_daemon import (
     CommandDone,
     FatalError,
     Query,
+    ReloadKeys,
     StateChanged,
     StatusHeld,
     StopInstance,
@@ -74,6 +75,14 @@ class OperatorHandler(Protocol):
         ...
 
     def stop_requested(self, drain_timeout: float | None) -> None: ...
+
+    def reload_keys(self) -> None:
+        """Read the files of API keys again.
+
+        Raises:
+            QueryError: they cannot be used; the keys stay as they are.
+        """
+        ...
 
 
 class ControlServer:
@@ -136,11 +145,21 @@ class ControlServer:
             case StopInstance(drain_timeout, serial):
                 self._control.send(peer, Answer(serial), b"{}")
                 operator.stop_requested(drain_timeout)
+            case ReloadKeys(serial):
+                self._answer(peer, "keys", serial, operator, operator.reload_keys)
             case other:
                 assert_never(other)
 
-    def _answer(self, peer: ProcessName, what: str, serial: int, operator: OperatorHandler) -> None:
+    def _answer(
+        self,
+        peer: ProcessName,
+        what: str,
+        serial: int,
+        operator: OperatorHandler,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
         try:
+            before()
             self._control.send(peer, Answer(serial), operator.answer(what))
         except QueryError as error:
             self._control.send(peer, Answer(serial, str(error)), b"")

@@ -21,7 +21,7 @@ from transport.ids import ProcessName
 from transport.messages.base import Message
 from transport.messages.control import ProcessCommand
 from transport.messages.from_daemon import TO_CLIENT, Answer
-from transport.messages.to_daemon import Query, StopInstance
+from transport.messages.to_daemon import Query, ReloadKeys, StopInstance
 from transport.sockets import DealerSocket, Endpoints, Received
 
 STOP_SECONDS: Final = 30.0
@@ -76,6 +76,16 @@ class InspectionClient(InstanceClient):
         """
         serial = next(self._serials)
         self._exchange(StopInstance(drain_timeout, serial), serial, STOP_SECONDS)
+
+    def reload_keys(self, timeout: float) -> bytes:
+        """Have the files of API keys read again; a JSON `KeysReport`.
+
+        Raises:
+            DeepInferError: they cannot be used, the daemon does not answer in time, or the instance
+                has ended.
+        """
+        serial = next(self._serials)
+        return self._exchange(ReloadKeys(serial), serial, timeout)
 
     def close(self) -> None:
         self._dealer.close()

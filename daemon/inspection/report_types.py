@@ -163,6 +163,14 @@ class CommandReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """The level that it logs at from now on."""
 
 
+class KeysReport(msgspec.Struct, frozen=True):
+    """`keys`: how many there are, and which frontends do not check against them yet."""
+
+    users: int
+    admins: int
+    unconfirmed: list[str]
+
+
 class TapReport(msgspec.Struct, frozen=True):
     """`inspect tap`: one message that passed the router."""
 

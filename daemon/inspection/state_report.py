@@ -11,6 +11,7 @@ import msgspec
 from daemon.inspection.control_server import QueryError
 from daemon.inspection.report_types import (
     CacheRow,
+    KeysReport,
     ProcessRow,
     QueueRow,
     RequestCounts,
@@ -155,6 +156,10 @@ def state(view: InstanceView, exporter: MetricsExporter) -> StateReport:
     )
 
 
+def keys(view: InstanceView, _: MetricsExporter) -> KeysReport:
+    return KeysReport(len(view.keys.users), len(view.keys.admins), list(view.unconfirmed))
+
+
 _REPORTS: Final[dict[str, Callable[[InstanceView, MetricsExporter], object]]] = {
     "status": status,
     "processes": processes,
@@ -162,6 +167,7 @@ _REPORTS: Final[dict[str, Callable[[InstanceView, MetricsExporter], object]]] = 
     "queues": queues,
     "cache": cache,
     "sockets": sockets,
+    "keys": keys,
     "state": state,
 }
 QUESTIONS: Final = (*_REPORTS, "metrics")

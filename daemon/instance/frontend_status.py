@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from daemon.supervision.supervisor import Child
 from transport.ids import ProcessName
-from transport.messages.from_daemon import InstanceState, InstanceStatus
+from transport.messages.from_daemon import ApiKeys, InstanceState, InstanceStatus
 
 CONFIRM_SECONDS: Final = 30.0
 """How long the daemon waits for the frontends to confirm, before it goes on without."""
@@ -45,9 +47,16 @@ class FrontendStatus:
         """Make this the present status; False if it is already."""
         if (state, reason) == (self.status.state, self.status.reason):
             return False
-        self.status = InstanceStatus(state, reason, self.status.serial + 1)
-        self.changed_at = now
+        self._replace(now, state=state, reason=reason)
         return True
+
+    def use_keys(self, keys: ApiKeys, now: float) -> None:
+        self._replace(now, keys=keys)
+
+    def _replace(self, now: float, **changes: object) -> None:
+        serial = self.status.serial + 1
+        self.status = msgspec.structs.replace(self.status, serial=serial, **changes)
+        self.changed_at = now
 
     def joined(self, name: ProcessName) -> None:
         self._told[name] = _Told()

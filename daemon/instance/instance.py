@@ -16,9 +16,10 @@ from typing import Final
 import zmq
 
 from daemon.errors import ConfigurationError, DeepInferError
-from daemon.inspection.control_server import ControlServer
+from daemon.inspection.control_server import ControlServer, QueryError
 from daemon.inspection.state_report import answer
 from daemon.instance.frontend_status import FrontendStatus
+from daemon.instance.key_ring import KeyRing
 from daemon.instance.phase import Event, Lifecycle, Phase, next_phase
 from daemon.instance.process_reports import ProcessReports
 from daemon.instance.role_settings import InstancePlan
@@ -49,6 +50,7 @@ class Instance:
         supervisor: Supervisor,
         server: ControlServer,
         port: int,
+        keys: KeyRing,
         on_ready: Callable[[str], None],
     ) -> None:
         """`on_ready` is called once, with the instance's URL, when it first serves."""
@@ -57,6 +59,7 @@ class Instance:
         self._supervisor = supervisor
         self._server = server
         self._url = base_url(config.host, port)
+        self._keys = keys
         self._on_ready = on_ready
         self._service = ServiceManager()
         self._watchdog = watchdog_seconds()
@@ -72,7 +75,7 @@ class Instance:
         self._shutdown = Shutdown(self._lifecycle, supervisor, server.send)
         self._frontend_status = FrontendStatus(
             server.send,
-            InstanceStatus("starting", "the processes are being started", serial=1),
+            InstanceStatus("starting", "the processes are being started", 1, keys.keys),
             self._started_at,
         )
         self._reports = ProcessReports(
@@ -130,6 +133,8 @@ class Instance:
                 self._shutdown.hurry(now)
             if signals.count > 2:
                 self._shutdown.kill(now)
+        if signals.take_hangup():
+            self._reload_keys_at_hangup()
         self._server.handle_incoming(self._reports, self)
         for death in self._supervisor.collect_deaths(now, not self._phase.has_served):
             self._on_death(death, now)
@@ -146,13 +151,11 @@ class Instance:
         seconds = self._plan.config.start_timeout
         if not self._phase.has_served and now - self._started_at > seconds:
             reason = self._view(now).reason
-            self._fail_start(
-                DeepInferError(
-                    f"The instance was not ready after {seconds:g} s ({reason}): "
-                    "raise --start-timeout or read the log."
-                ),
-                now,
+            failure = DeepInferError(
+                f"The instance was not ready after {seconds:g} s ({reason}): "
+                "raise --start-timeout or read the log."
             )
+            self._fail(failure, 0.0, now)
 
     def _tell_frontends(self, now: float) -> None:
         self._lifecycle.take(self._readiness(), now)
@@ -204,7 +207,17 @@ class Instance:
         if death.hopeless and not self._phase.has_served:
             # What a restart does not cure lies in the model, the options or the machine.
             kind = ConfigurationError if child.fatal else DeepInferError
-            self._fail_start(kind(f"{child.name} cannot start: {death.reason}"), now)
+            self._fail(kind(f"{child.name} cannot start: {death.reason}"), 0.0, now)
+        elif death.hopeless and not self._phase.is_stopping and self._is_last(child):
+            # Nothing can be served any more. A service manager starts another instance after an error.
+            failure = DeepInferError(
+                f"The instance ends, for no {child.spec.role} is left: {child.name} is lost for good "
+                f"({death.reason})."
+            )
+            self._fail(failure, self._plan.config.drain_timeout, now)
+
+    def _is_last(self, lost: Child) -> bool:
+        return all(child.is_given_up for child in self._supervisor.by_role(lost.spec.role))
 
     def _concerned_by(self, lost: Child) -> list[Child]:
         """Who must know of a loss: the router, or if it was the router, those that have to join the
@@ -212,10 +225,10 @@ class Instance:
         roles = ("worker", "tokenizer") if lost.spec.role == "router" else ("router",)
         return [c for c in self._supervisor.children.values() if c.alive and c.spec.role in roles]
 
-    def _fail_start(self, failure: DeepInferError, now: float) -> None:
+    def _fail(self, failure: DeepInferError, drain_seconds: float, now: float) -> None:
         self._failure = failure
         log.error("%s", failure)
-        self._stop(0.0, now)
+        self._stop(drain_seconds, now)
 
     def _stop(self, drain_seconds: float, now: float) -> None:
         if self._shutdown.begin(drain_seconds, now):
@@ -231,6 +244,19 @@ class Instance:
     def stop_requested(self, drain_timeout: float | None) -> None:
         default = self._plan.config.drain_timeout
         self._stop(default if drain_timeout is None else drain_timeout, time.monotonic())
+
+    def reload_keys(self) -> None:
+        try:
+            self._keys.reload()
+        except ConfigurationError as error:
+            raise QueryError(f"{str(error).rstrip('.')}; the keys stay as they are") from error
+        self._frontend_status.use_keys(self._keys.keys, time.monotonic())
+
+    def _reload_keys_at_hangup(self) -> None:
+        try:
+            self.reload_keys()
+        except QueryError as error:
+            log.error("%s.", error)
 
     def _view(self, now: float) -> InstanceView:
         # A process may have been lost, or become ready, since the last turn.
@@ -248,6 +274,8 @@ class Instance:
             now=now,
             children=self._supervisor.children,
             sockets=self._server.socket_stats(),
+            keys=self._keys.keys,
+            unconfirmed=self._frontend_status.unconfirmed(self._supervisor.by_role("frontend")),
         )
 
     def _readiness(self) -> Event:

@@ -15,7 +15,7 @@ from daemon.configuration.config import DEFAULT_MODEL, InstanceConfig
 from daemon.default_model.fetch import DefaultModelError, ensure_default_model
 from daemon.errors import ConfigurationError, DeepInferError
 from daemon.system.accelerator import nvidia_devices
-from frontend.http.auth import ApiKeys, ApiKeysError
+from daemon.system.operator_text import require_utf8
 
 DESCRIPTORS_BASE: Final = 256
 THREADS_PER_PROCESS: Final = 8
@@ -42,6 +42,7 @@ def find_model(model: str, progress: Callable[[str], None]) -> Path:
         except DefaultModelError as error:
             raise DeepInferError(str(error)) from error
     path = Path(model).expanduser().absolute()
+    require_utf8("The model path", str(path))
     try:
         if not path.exists():
             raise ConfigurationError(
@@ -157,15 +158,3 @@ def _threads_of_this_user() -> int:
             if process.uids().real == os.getuid():
                 found += process.num_threads()
     return found
-
-
-def check_keys_file(path: Path | None) -> None:
-    """Whether the API keys can be used.
-
-    Raises:
-        ConfigurationError: they cannot.
-    """
-    try:
-        ApiKeys.load(None if path is None else str(path))
-    except ApiKeysError as error:
-        raise ConfigurationError(str(error)) from error

@@ -143,6 +143,7 @@ def _router(plan: InstancePlan) -> ChildSpec:
         config,
         process=process,
         workers=config.dp,
+        max_waiting_bytes=round(config.max_waiting_mb * 1_000_000),
         retry_after_seconds=config.retry_after,
         stage_seconds=config.stage_timeout,
         start_seconds=config.start_timeout,
@@ -195,7 +196,6 @@ def _tokenizer(plan: InstancePlan, number: int) -> ChildSpec:
 def _frontend(plan: InstancePlan, number: int, listen_fd: int) -> ChildSpec:
     config = plan.config
     process = _process(plan, process_name("frontend", number), "frontend")
-    keys_file = config.api_keys_file
     settings = _settings(
         FrontendSettings,
         config,
@@ -203,7 +203,6 @@ def _frontend(plan: InstancePlan, number: int, listen_fd: int) -> ChildSpec:
         listen_fd=listen_fd,
         model_dir=str(plan.model_dir),
         model_name=plan.model_name,
-        api_keys_file=str(keys_file.absolute()) if keys_file else None,
         max_body_bytes=round(config.max_body_mb * 1_000_000),
         body_buffer_bytes=round(config.body_buffer_mb * 1_000_000),
         max_header_bytes=config.max_header_kib << 10,

@@ -15,10 +15,10 @@ from daemon.configuration.config import InstanceConfig
 from daemon.inspection.control_server import ControlServer
 from daemon.instance.host_pools import HostPools, check_pools
 from daemon.instance.instance import Instance
+from daemon.instance.key_ring import KeyRing
 from daemon.instance.memory_check import check_memory
 from daemon.instance.preflight import (
     check_devices,
-    check_keys_file,
     check_thread_limit,
     check_weights,
     find_model,
@@ -27,7 +27,7 @@ from daemon.instance.preflight import (
 from daemon.instance.role_settings import child_specs, make_plan
 from daemon.supervision.supervisor import Supervisor
 from daemon.system.accelerator import detect_accelerator
-from daemon.system.listen import open_listening_socket
+from daemon.system.listen import open_listening_socket, open_port_warning
 from daemon.system.run_directory import RunDirectory, choose_run_directory
 from daemon.system.sd_notify import ServiceManager
 from daemon.system.stop_signals import StopSignals
@@ -49,7 +49,7 @@ def run_instance(config: InstanceConfig, signals: StopSignals) -> None:
     accelerator = config.accelerator or detect_accelerator()
     run_path = choose_run_directory(config.instance, config.run_dir)
     check_devices(config, accelerator)
-    check_keys_file(config.api_keys_file)
+    keys = KeyRing(config.api_keys_file, config.admin_keys_file)
     check_pools(config)
     raise_descriptor_limit(config)
     check_thread_limit(config)
@@ -57,6 +57,9 @@ def run_instance(config: InstanceConfig, signals: StopSignals) -> None:
     try:
         # Before the model: an occupied port should not cost a download first.
         with open_listening_socket(config.host, config.port) as listener:
+            warning = open_port_warning(config.host, config.api_keys_file is not None)
+            if warning is not None:
+                log.warning("%s", warning)
             # Fetching the default model takes minutes on a slow network.
             with signals.interrupting():
                 model_dir = find_model(config.model, _tell_progress)
@@ -77,9 +80,9 @@ def run_instance(config: InstanceConfig, signals: StopSignals) -> None:
                 def on_ready(url: str) -> None:
                     # From here on there may be nobody who sees why it ends, but for its log.
                     directory.keep_log = True
-                    announce(plan.model_name, url, bool(read_chat_templates(model_dir)))
+                    announce(plan.model_name, url, bool(read_chat_templates(model_dir)), warning)
 
-                Instance(plan, supervisor, server, port, on_ready).run(signals)
+                Instance(plan, supervisor, server, port, keys, on_ready).run(signals)
             finally:
                 server.close()
                 context.term()
@@ -98,7 +101,7 @@ def _tell_progress(line: str) -> None:
     service.close()
 
 
-def announce(model: str, url: str, can_chat: bool) -> None:
+def announce(model: str, url: str, can_chat: bool, warning: str | None = None) -> None:
     if not sys.stdout.isatty() and os.environ.get("DEEPINFER_QUIET_START"):
         return
     console = Console(soft_wrap=True, highlight=False)
@@ -109,6 +112,8 @@ def announce(model: str, url: str, can_chat: bool) -> None:
         path, prompt = "/v1/completions", '"prompt": "Hello", "max_tokens": 16'
     body = f'{{"model": "{model}", {prompt}}}'
     console.print(f"\n[bold green]{model} is ready at {url}[/]  (Ctrl-C stops it)\n")
+    if warning is not None:
+        console.print(f"{warning}\n", style="yellow", markup=False)
     console.print(
         f"curl {url}{path} -H 'Content-Type: application/json' -d '{body}'\n",
         markup=False,

@@ -3,6 +3,9 @@
 A prompt is `received`, then `tokenizing` at one tokenizer, `queued` at one worker, `running` from
 its first chunk on, and `finished`. The router keeps the prompt and the tokens that the client has
 until the end, so that a request can go on elsewhere when its tokenizer or worker is lost.
+
+A prompt for which no tokenizer has room stays `received`. A suspect (`trials.py`) that no process may
+be given now stays `received` or `queued`.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ from daemon.router.generation import Generation, Stage
 from daemon.router.metrics import RouterMetrics
 from daemon.router.outbox import Outgoing
 from daemon.router.peers import Peers
-from daemon.router.placement import choose_rank, choose_tokenizer
+from daemon.router.placement import choose
 from daemon.router.prompt_check import find_problem, fit
 from daemon.router.settings import RouterSettings
+from daemon.router.trials import TOKENS_TO_CLEAR, Trials
 from transport.framing import Payload, read_tokens
 from transport.ids import NO_RANK, DpRank, ProcessName, RequestId
 from transport.messages.base import Message
@@ -36,6 +40,7 @@ from transport.messages.generate import (
 from transport.messages.telemetry import RequestRow
 from transport.messages.to_frontend import Finished, Serving
 from transport.messages.to_router import SequenceFailed, Submit, WorkerReady
+from transport.prompt_turns import PromptTurns
 from transport.sockets import Received
 
 MAX_ROWS: Final = 1000
@@ -50,6 +55,11 @@ class RouterCore:
         self._generations: dict[RequestId, Generation] = {}
         self._admission = Admission(settings)
         self._peers = Peers(settings)
+        self._trials = Trials(settings.max_migrations)
+        self._held_prompts: PromptTurns[Generation] = PromptTurns()
+        """No tokenizer has room for them now, or they are suspects."""
+        self._held_suspects: PromptTurns[Generation] = PromptTurns()
+        """No worker may be given them now."""
         self._out: list[Outgoing] = []
 
     # ---- peers -----------------------------------------------------------------------------------
@@ -63,6 +73,7 @@ class RouterCore:
         elif role == "tokenizer":
             self._peers.tokenizer_joined(peer)
             for generation in self._in_stage("received"):
+                self._enter(generation, "received", now)  # what it waits for from now on is room
                 self._to_tokenizer(generation, now)
         return self._take()
 
@@ -83,30 +94,45 @@ class RouterCore:
             peers.frontends.discard(peer)
             for generation in [g for g in self._generations.values() if g.frontend == peer]:
                 self._cancel_all(generation, "client")
-        elif peer in peers.tokenizers:
-            del peers.tokenizers[peer]
-            for generation in [g for g in self._in_stage("tokenizing") if g.tokenizer == peer]:
-                generation.tokenizer = None
-                self._to_tokenizer(generation, now)
+        elif peer in peers.tokenizers.prompts:
+            self._tokenizer_lost(peer, now)
         elif peer in peers.ranks:
             self._worker_lost(peers.ranks[peer], now)
         return self._take()
 
+    def _tokenizer_lost(self, peer: ProcessName, now: float) -> None:
+        self._peers.tokenizers.lost(peer)
+        sharing = [g for g in self._in_stage("tokenizing") if g.tokenizer == peer]
+        given_up = self._trials.process_lost(peer, sharing)
+        for generation in sharing:
+            generation.tokenizer = None
+        for generation in sharing:
+            if generation in given_up:
+                self._give_up(generation, "tokenizer")
+            else:
+                self._to_tokenizer(generation, now)
+
     def _worker_lost(self, rank: DpRank, now: float) -> None:
+        peer = self._peers.names[rank]
         if self._peers.rank_lost(rank):
             self._tell_model()
-        for generation in [g for g in self._generations.values() if g.rank == rank]:
+        sharing = [g for g in self._generations.values() if g.rank == rank]
+        given_up = self._trials.process_lost(peer, sharing)
+        for generation in sharing:
             generation.rank = NO_RANK
-            generation.migrations += 1
-            if generation.migrations > self._settings.max_migrations:
-                self._fail(
-                    generation, 500, "worker_lost",
-                    f"The request was given up after it had lost {generation.migrations} workers.",
-                )  # fmt: skip
-                continue
-            self._metrics.migrations.add()
-            self._enter(generation, "queued", now)
-            self._to_worker(generation)
+        for generation in sharing:
+            if generation in given_up:
+                self._give_up(generation, "worker")
+            else:
+                self._metrics.migrations.add()
+                self._enter(generation, "queued", now)
+                self._to_worker(generation)
+
+    def _give_up(self, generation: Generation, role: str) -> None:
+        self._fail(
+            generation, 500, f"{role}_lost",
+            f"The request was given up after it had lost {generation.losses} {role}s.",
+        )  # fmt: skip
 
     def _tell_model(self) -> None:
         for frontend in self._peers.frontends:
@@ -128,7 +154,7 @@ class RouterCore:
             return self._take()
         self._generations[generation.request_id] = generation
         self._admission.count(generation, prompts=1, waiting=1)
-        self._metrics.waiting.set(self.num_waiting)
+        self._metrics.update_waiting(self._admission)
         if message.kind == "tokens":
             self._encoded(generation, generation.prompt_frame, now)
         else:
@@ -161,6 +187,8 @@ class RouterCore:
         if generation is not None and 0 <= message.index < len(generation.choices):
             # Noted as well: where it goes on after a loss it must pause again.
             generation.choices[message.index].paused = message.paused
+            if generation.is_paused:
+                self._end_trial(generation)
             if generation.rank != NO_RANK:
                 self._send(self._peers.names[generation.rank], message)
         return self._take()
@@ -178,20 +206,27 @@ class RouterCore:
             self._metrics.render_seconds.observe(message.render_seconds)
             self._metrics.encode_seconds.observe(message.encode_seconds)
             self._encoded(generation, frame, now)
+        self._place_held(now)
         return self._take()
 
-    def encoding_failed(self, peer: ProcessName, message: RequestFailed) -> list[Outgoing]:
+    def encoding_failed(
+        self, peer: ProcessName, message: RequestFailed, now: float
+    ) -> list[Outgoing]:
+        """A prompt cannot be encoded, or is no longer held by the tokenizer since it was cancelled."""
         generation = self._left_tokenizer(peer, message.request_id)
         if generation is not None:
             self._send(generation.frontend, message)
             self._close(generation)
+        self._place_held(now)
         return self._take()
 
     def _left_tokenizer(self, peer: ProcessName, request_id: RequestId) -> Generation | None:
+        self._peers.tokenizers.answered(peer, request_id)
         generation = self._generations.get(request_id)
         if generation is None or generation.stage != "tokenizing" or generation.tokenizer != peer:
             return None
-        self._peers.tokenizers[peer] -= 1
+        self._cleared(generation)
+        self._peers.tokenizers.take_back(peer)
         generation.tokenizer = None
         return generation
 
@@ -242,12 +277,17 @@ class RouterCore:
                     output.append(ids[position])
                 else:
                     output += ids[position : position + count]
+                if generation.losses:
+                    generation.tokens_on_trial += count
+                    if generation.tokens_on_trial >= TOKENS_TO_CLEAR:
+                        self._cleared(generation)
                 if batch.finish[i] != RUNNING:
                     self._choice_done(generation, index)
                     closing.append(generation)
             position += count
         for generation in closing:
             self._close_if_done(generation, now)
+        self._place_held(now)
         return self._take()
 
     def tokens_lost(self, batch: TokenBatch) -> list[Outgoing]:
@@ -275,18 +315,22 @@ class RouterCore:
         for generation in list(self._generations.values()):
             self._check_wait(generation, now)
         self._metrics.update(self._generations.values())
-        self._metrics.waiting.set(self.num_waiting)
+        self._metrics.update_waiting(self._admission)
         choices = {self._peers.names[rank]: load for rank, load in self._peers.loads.items()}
-        self._metrics.update_outstanding(self._peers.tokenizers, choices)
+        self._metrics.update_outstanding(self._peers.tokenizers.prompts, choices)
+        self._place_held(now)
         return self._take()
 
     def _check_wait(self, generation: Generation, now: float) -> None:
-        if generation.stage == "tokenizing":
+        peers = self._peers
+        if generation.stage == "tokenizing" or (
+            generation.stage == "received" and peers.tokenizers.prompts
+        ):
             limit, where = self._settings.stage_seconds, "the tokenizer"
         elif generation.stage == "received":
-            limit, where = self._peers.max_wait("tokenizer"), "a tokenizer"
-        elif generation.rank == NO_RANK:
-            limit, where = self._peers.max_wait("worker"), "a worker"
+            limit, where = peers.max_wait("tokenizer"), "a tokenizer"
+        elif generation.rank == NO_RANK and not peers.loads:
+            limit, where = peers.max_wait("worker"), "a worker"
         else:
             return
         if not limit:
@@ -311,26 +355,43 @@ class RouterCore:
         self._admission.count(generation, waiting=generation.is_waiting - was_waiting)
 
     def _to_tokenizer(self, generation: Generation, now: float) -> None:
+        self._held_prompts.pop(generation.request_id)
         tokenizers = self._peers.tokenizers
-        if not tokenizers:
-            self._enter(generation, "received", now)
+        name = tokenizers.choose(generation, lambda name: self._trials.takes(name, generation))
+        if name is None:
+            if generation.stage != "received":
+                self._enter(generation, "received", now)
+            if tokenizers.prompts:
+                self._hold(self._held_prompts, generation)
             return
-        name = choose_tokenizer(generation.message.affinity, tokenizers)
-        tokenizers[name] += 1
-        self._metrics.prompts_at(name, tokenizers[name])
+        tokenizers.give(name, generation)
+        self._trials.begin(name, generation)
+        self._metrics.prompts_at(name, tokenizers.prompts[name])
         generation.tokenizer = name
         self._enter(generation, "tokenizing", now)
         self._send(name, generation.encode(), generation.prompt_frame)
 
     def _to_worker(self, generation: Generation) -> None:
-        loads = self._peers.loads
-        if not loads:
+        self._held_suspects.pop(generation.request_id)
+        peers = self._peers
+        if not peers.loads:
             return  # placed when a worker gets ready, or failed by `tick`
-        rank, overloaded = choose_rank(self._settings.routing, generation.message.affinity, loads)
+        loads = {
+            rank: load
+            for rank, load in peers.loads.items()
+            if self._trials.takes(peers.names[rank], generation)
+        }
+        if not loads:
+            self._hold(self._held_suspects, generation)
+            return
+        affinity = generation.message.affinity if self._settings.routing == "affinity" else ""
+        rank, overloaded = choose(affinity, loads)
         if overloaded:
             self._metrics.affinity_passed_over.add()
         generation.rank = rank
+        loads = peers.loads
         loads[rank] += generation.open_choices
+        self._trials.begin(peers.names[rank], generation)
         name = self._peers.names[rank]
         self._metrics.choices_at(name, loads[rank])
         for index, choice in enumerate(generation.choices):
@@ -338,6 +399,31 @@ class RouterCore:
                 self._send(name, generation.start(index), generation.tokens_so_far(index))
                 if choice.paused:
                     self._send(name, Throttle(generation.request_id, index, True))
+
+    def _hold(self, held: PromptTurns[Generation], generation: Generation) -> None:
+        arrived, size = generation.received_at, generation.prompt_bytes
+        held.add(generation.request_id, generation, arrived, size)
+
+    def _place_held(self, now: float) -> None:
+        """Place those whose turn it is, until one finds no place."""
+        while (generation := self._held_prompts.first()) is not None:
+            self._to_tokenizer(generation, now)
+            if generation.tokenizer is None:
+                break
+        while (generation := self._held_suspects.first()) is not None:
+            self._to_worker(generation)
+            if generation.rank == NO_RANK:
+                break
+
+    def _cleared(self, generation: Generation) -> None:
+        self._end_trial(generation)
+        generation.losses = 0
+
+    def _end_trial(self, generation: Generation) -> None:
+        if generation.losses:
+            at = generation.tokenizer or self._peers.names.get(generation.rank)
+            if at is not None:
+                self._trials.end(at, generation)
 
     def _choice_done(self, generation: Generation, index: int) -> None:
         choice = generation.choices[index]
@@ -354,11 +440,9 @@ class RouterCore:
         self._close(generation)
 
     def _cancel_all(self, generation: Generation, cause: CancelCause) -> None:
-        if generation.rank != NO_RANK:
-            self._send(
-                self._peers.names[generation.rank],
-                Cancel(generation.request_id, ALL_CHOICES, cause),
-            )
+        at = generation.tokenizer or self._peers.names.get(generation.rank)
+        if at is not None:
+            self._send(at, Cancel(generation.request_id, ALL_CHOICES, cause))
         self._close(generation)
 
     def _fail(
@@ -372,8 +456,11 @@ class RouterCore:
         self._cancel_all(generation, "failed")
 
     def _close(self, generation: Generation) -> None:
-        if generation.tokenizer is not None and generation.tokenizer in self._peers.tokenizers:
-            self._peers.tokenizers[generation.tokenizer] -= 1
+        self._end_trial(generation)
+        self._held_suspects.pop(generation.request_id)
+        self._held_prompts.pop(generation.request_id)
+        if generation.tokenizer is not None:
+            self._peers.tokenizers.take_back(generation.tokenizer)
         for index in range(len(generation.choices)):
             self._choice_done(generation, index)
         self._admission.count(generation, prompts=-1, waiting=-generation.is_waiting)
@@ -395,7 +482,7 @@ class RouterCore:
         return out
 
     def check_integrity(self) -> None:
-        """Compare the load counters with the requests.
+        """Compare what is counted with the requests.
 
         Raises:
             AssertionError: they disagree.
@@ -404,10 +491,8 @@ class RouterCore:
             wanted = sum(g.open_choices for g in self._generations.values() if g.rank == rank)
             if load != wanted:
                 raise AssertionError(f"rank {rank} counts {load} choices, has {wanted}")
-        for name, load in self._peers.tokenizers.items():
+        for name, load in self._peers.tokenizers.prompts.items():
             wanted = sum(g.tokenizer == name for g in self._generations.values())
             if load != wanted:
                 raise AssertionError(f"{name} counts {load} prompts, has {wanted}")
-        waiting = {g.call for g in self._generations.values() if g.is_waiting}
-        if self.num_waiting != len(waiting):
-            raise AssertionError(f"{self.num_waiting} requests wait, should be {len(waiting)}")
+        self._admission.check_integrity(self._generations.values())

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from transport.framing import Payload, TokenArray, token_frame
+from transport.framing import Payload, TokenArray, payload_bytes, token_frame
 from transport.ids import NO_RANK, DpRank, ProcessName, RequestId
 from transport.messages.generate import Encode, StageTimes
 from transport.messages.telemetry import RequestRow
@@ -28,7 +28,7 @@ class Choice:
     """The client reads too slowly; also holds where the choice goes on if the worker is lost."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Generation:
     """One prompt and its choices, from `Submit` to the end; or from `Encode`, which wants no choices
     but the prompt's tokens."""
@@ -48,16 +48,22 @@ class Generation:
     tokenizer: ProcessName | None = None
     rank: DpRank = NO_RANK
     prompt: TokenArray | None = None
-    migrations: int = 0
+    prompt_bytes: int = 0
+    """Size of the prompt as the client sent it."""
+    losses: int = 0
+    """Processes that it may have killed; 0 again when it has got on with its work after that."""
+    tokens_on_trial: int = 0
+    """Tokens since it was given to a worker as a suspect."""
 
     @classmethod
     def of(
         cls, message: Submit | Encode, frontend: ProcessName, frame: Payload, now: float
     ) -> Generation:
+        size = payload_bytes(frame)
         if isinstance(message, Encode):
-            return cls(message, frontend, frame, [], received_at=now)
+            return cls(message, frontend, frame, [], received_at=now, prompt_bytes=size)
         choices = [Choice() for _ in range(message.n)]
-        return cls(message, frontend, frame, choices, message.received_at)
+        return cls(message, frontend, frame, choices, message.received_at, prompt_bytes=size)
 
     @property
     def request_id(self) -> RequestId:
@@ -78,6 +84,17 @@ class Generation:
             self.queued_at = self.queued_at or now
         elif stage == "running":
             self.running_at = self.running_at or now
+
+    @property
+    def call_choices(self) -> int:
+        """Choices of the HTTP request that it belongs to."""
+        return (isinstance(self.message, Submit) and self.message.call_choices) or len(self.choices)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no choice of it is computed, for its client reads too slowly."""
+        live = [choice for choice in self.choices if not choice.done]
+        return bool(live) and all(choice.paused for choice in live)
 
     @property
     def is_waiting(self) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter as CountOf
 from collections.abc import Iterable, Mapping
 
+from daemon.router.admission import Admission
 from daemon.router.generation import Generation, Stage
+from daemon.router.settings import RouterSettings
 from transport.ids import ProcessName
 from transport.telemetry import catalog
 from transport.telemetry.metrics import Counter, MetricSet, QueueGauge
@@ -16,16 +18,23 @@ STAGES: tuple[Stage, ...] = ("received", "tokenizing", "queued", "running")
 class RouterMetrics:
     """Handles of the router's metrics."""
 
-    def __init__(self, metrics: MetricSet, max_waiting: int) -> None:
+    def __init__(self, metrics: MetricSet, settings: RouterSettings) -> None:
         self._metrics = metrics
         self._outstanding: dict[tuple[str, ProcessName], QueueGauge] = {}
         self._stages = {stage: metrics.gauge(catalog.ROUTER_REQUESTS, stage) for stage in STAGES}
-        self.waiting = metrics.queue("waiting requests", max_waiting)
+        self._waiting = metrics.queue("waiting requests", settings.max_waiting)
+        self._waiting_choices = metrics.queue("waiting choices", settings.max_waiting_choices)
+        self._waiting_bytes = metrics.queue("waiting prompt bytes", settings.max_waiting_bytes)
         self.queue_seconds = metrics.histogram(catalog.QUEUE_TIME_SECONDS)
         self.render_seconds = metrics.histogram(catalog.TOKENIZER_RENDER_SECONDS)
         self.encode_seconds = metrics.histogram(catalog.TOKENIZER_ENCODE_SECONDS)
         self.migrations = metrics.counter(catalog.REQUEST_MIGRATIONS)
         self.affinity_passed_over = metrics.counter(catalog.ROUTING_AFFINITY_PASSED_OVER)
+
+    def update_waiting(self, admission: Admission) -> None:
+        self._waiting.set(admission.num_waiting)
+        self._waiting_choices.set(admission.waiting_choices)
+        self._waiting_bytes.set(admission.waiting_bytes)
 
     def rejections(self, reason: str) -> Counter:
         """Requests refused at admission; `reason` is one of the router's own few codes."""

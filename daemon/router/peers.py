@@ -8,6 +8,7 @@ from typing import Final, Literal
 import msgspec
 
 from daemon.router.settings import RouterSettings
+from daemon.router.tokenizer_loads import TokenizerLoads
 from transport.ids import DpRank, ProcessName, process_name
 from transport.messages.generate import ModelInfo
 from transport.messages.to_router import WorkerReady
@@ -24,8 +25,7 @@ class Peers:
 
     def __init__(self, settings: RouterSettings) -> None:
         self.frontends: set[ProcessName] = set()
-        self.tokenizers: dict[ProcessName, int] = {}
-        """Prompts at each."""
+        self.tokenizers = TokenizerLoads()
         self.loads: dict[DpRank, int] = {}
         """Open choices at each rank that is ready."""
         self.names: dict[DpRank, ProcessName] = {}
@@ -46,7 +46,7 @@ class Peers:
 
     def tokenizer_joined(self, name: ProcessName) -> None:
         """A tokenizer takes prompts from now on. It may say so twice."""
-        self.tokenizers.setdefault(name, 0)
+        self.tokenizers.joined(name)
         self._serves(name)
 
     def worker_ready(self, name: ProcessName, ready: WorkerReady) -> None:

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import TypeVar
 
-from daemon.router.settings import Routing
 from transport.ids import DpRank, ProcessName
 
 LOAD_FACTOR = 2.0
-"""A rank past this multiple of the others' mean load is left for the least loaded one."""
+"""A place past this multiple of the others' mean load is left for the least loaded one."""
 LOAD_ALLOWANCE = 4
-"""Choices that a rank may be above that whatever the factor: small loads are no skew."""
+"""Choices or prompts that a place may be above that whatever the factor: small loads are no skew."""
 
 PlaceT = TypeVar("PlaceT", ProcessName, DpRank)
 
@@ -31,21 +30,15 @@ def preferred(key: str, places: Mapping[PlaceT, int]) -> PlaceT:
     )
 
 
-def choose_tokenizer(affinity: str, loads: Mapping[ProcessName, int]) -> ProcessName:
-    """The same conversation goes to the same process, whose caches know it; others to the idlest."""
-    return preferred(affinity, loads) if affinity else least_loaded(loads)
-
-
-def choose_rank(
-    routing: Routing, affinity: str, loads: Mapping[DpRank, int]
-) -> tuple[DpRank, bool]:
-    """Rank for a request, and whether its preferred rank was passed over for being overloaded."""
-    if routing == "least-loaded" or not affinity:
+def choose(affinity: str, loads: Mapping[PlaceT, int]) -> tuple[PlaceT, bool]:
+    """The place that `affinity` prefers, or the least loaded one where that is overloaded (then also
+    True) or there is no affinity."""
+    if not affinity:
         return least_loaded(loads), False
-    rank = preferred(affinity, loads)
-    # Of the others: with its own load in the mean, one of two ranks could never be past twice of it.
-    others = sum(loads.values()) - loads[rank]
-    if loads[rank] > LOAD_FACTOR * others / max(len(loads) - 1, 1) + LOAD_ALLOWANCE:
+    place = preferred(affinity, loads)
+    # Of the others: with its own load in the mean, one of two places could never be past twice of it.
+    others = sum(loads.values()) - loads[place]
+    if loads[place] > LOAD_FACTOR * others / max(len(loads) - 1, 1) + LOAD_ALLOWANCE:
         least = least_loaded(loads)
-        return least, least != rank
-    return rank, False
+        return least, least != place
+    return place, False

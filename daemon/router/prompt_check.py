@@ -34,9 +34,10 @@ def find_problem(kind: PromptKind, prompt: TokenArray, model: ModelInfo) -> Prom
             f"{longest(model)} tokens, prompt and answer together: shorten the prompt."
         )
         return PromptProblem("context_length_exceeded", message, param)
-    # Those of a tokenizer belong to the vocabulary.
-    if kind == "tokens" and not (prompt.min() >= 0 and prompt.max() < model.vocab_size):
-        message = f"prompt has a token id outside of 0..{model.vocab_size - 1}."
+    # Also of a tokenizer, which may have more tokens than the model has rows: such an id, read from
+    # the embeddings, ends a worker on a GPU.
+    if not (prompt.min() >= 0 and prompt.max() < model.vocab_size):
+        message = f"{param} has a token id outside of 0..{model.vocab_size - 1}."
         return PromptProblem("invalid_token", message, param)
     return None
 

@@ -134,7 +134,7 @@ class Router:
             case Throttle() as throttle:
                 return self._core.throttle(throttle)
             case RequestFailed() as failed:
-                return self._core.encoding_failed(peer, failed)
+                return self._core.encoding_failed(peer, failed, now)
             case SequenceFailed() as failed:
                 return self._core.sequence_failed(peer, failed)
             case WorkerReady() as ready:
@@ -185,7 +185,7 @@ def main() -> int:
 
 def _serve(process: Process[RouterSettings, RouterNotice]) -> None:
     settings, daemon = process.settings, process.daemon
-    core = RouterCore(settings, RouterMetrics(process.metrics, settings.max_waiting))
+    core = RouterCore(settings, RouterMetrics(process.metrics, settings))
     notices: queue.Queue[RouterNotice] = queue.Queue(MAX_NOTICES)
     with (
         closing(RouterSocket(process.context, process.endpoints.router, TO_ROUTER)) as socket,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from daemon.supervision.supervisor import Child
 from transport.ids import ProcessName
-from transport.messages.from_daemon import InstanceState
+from transport.messages.from_daemon import NO_KEYS, ApiKeys, InstanceState
 from transport.telemetry.values import SocketStats
 
 
@@ -29,3 +29,6 @@ class InstanceView:
     children: Mapping[ProcessName, Child]
     sockets: Sequence[SocketStats] = ()
     """The daemon's own; those of the children are in their snapshots."""
+    keys: ApiKeys = NO_KEYS
+    unconfirmed: Sequence[ProcessName] = ()
+    """The frontends that are not known to act on the present status and keys."""

@@ -7,6 +7,7 @@ half of the requests.
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import socket
 
@@ -45,6 +46,25 @@ def open_listening_socket(host: str, port: int) -> socket.socket:
         listener.close()
         raise _bind_error(host, port, error) from error
     return listener
+
+
+def open_port_warning(host: str, has_keys: bool) -> str | None:
+    """The sentence for whoever lets strangers in without a key; None: nobody does.
+
+    `host` is one that `open_listening_socket` has taken, or will.
+    """
+    if has_keys:
+        return None
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError):
+        return None
+    if ipaddress.ip_address(found[0][4][0]).is_loopback:
+        return None
+    return (
+        f"It listens on {host} without API keys: everybody who can reach this machine can use it, read its "
+        "state and empty its caches. Give --api-keys-file, or listen on 127.0.0.1."
+    )
 
 
 def _bind_error(host: str, port: int, error: OSError) -> DeepInferError:

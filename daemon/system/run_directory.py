@@ -24,6 +24,8 @@ from typing import Final
 import psutil
 
 from daemon.errors import ConfigurationError, DeepInferError
+from daemon.system.operator_text import require_utf8
+from daemon.system.private_path import UntrustedPathError, check_private_path
 from transport.sockets import SOCKET_FILES, Endpoints
 
 SYSTEM_DIRECTORY: Final = Path("/run/deepinfer")
@@ -44,9 +46,10 @@ def choose_run_directory(instance: str, wanted: Path | None) -> Path:
     """The run directory of `instance`: `wanted`, else the first place that fits (see --run-dir).
 
     Raises:
-        ConfigurationError: a socket path in it would be too long.
+        ConfigurationError: it is not UTF-8, or a socket path in it would be too long.
     """
     path = wanted.absolute() if wanted is not None else _default_directory(instance)
+    require_utf8("The run directory", str(path))
     problem = Endpoints(str(path)).path_problem()
     if problem is not None:
         raise ConfigurationError(problem[0].upper() + problem[1:] + ".")
@@ -57,7 +60,7 @@ def find_run_directory(instance: str, wanted: Path | None) -> Path:
     """Where `instance` runs, for those who ask it: also where systemd has started it.
 
     Raises:
-        ConfigurationError: a socket path in it would be too long.
+        ConfigurationError: it is not UTF-8, or a socket path in it would be too long.
         DeepInferError: the directory belongs to another user.
     """
     path = choose_run_directory(instance, wanted)
@@ -72,21 +75,31 @@ def _default_directory(instance: str) -> Path:
     if from_systemd:
         return Path(from_systemd.split(":")[0])
     user_dir = os.environ.get("XDG_RUNTIME_DIR", "")
-    if user_dir.startswith("/") and os.access(user_dir, os.W_OK):
+    if user_dir.startswith("/") and _is_ours(Path(user_dir)):
         return Path(user_dir) / "deepinfer" / instance
     if os.geteuid() == 0 and os.access("/run", os.W_OK):
         return SYSTEM_DIRECTORY / instance
-    temporary = os.environ.get("TMPDIR") or "/tmp"
-    return Path(temporary) / f"deepinfer-{os.geteuid()}" / instance
+    return _temporary_directory() / instance
+
+
+def _temporary_directory() -> Path:
+    return Path(os.environ.get("TMPDIR") or "/tmp") / f"deepinfer-{os.geteuid()}"
+
+
+def _is_ours(path: Path) -> bool:
+    """False for the directory of the user whom `su` has been called by."""
+    return os.access(path, os.W_OK) and path.stat().st_uid == os.geteuid()
 
 
 def running_pid(path: Path) -> int | None:
-    """Pid of the daemon that holds the run directory's lock, or None if nobody does.
+    """Pid of the daemon that holds the run directory's lock, or None if nobody does. The pid is what
+    the daemon has written down; see `holds_lock`.
 
     Raises:
-        DeepInferError: the directory belongs to another user.
+        DeepInferError: the directory belongs to another user, or another one can exchange it.
     """
     try:
+        check_private_path(path, _owner_for_root(path))
         with (path / LOCK_FILE).open("r+b") as lock:
             # Only asks: taking the lock to test it would make a start at this moment fail.
             answer = fcntl.fcntl(lock, fcntl.F_OFD_GETLK, _whole_file_lock(fcntl.F_WRLCK))
@@ -94,11 +107,42 @@ def running_pid(path: Path) -> int | None:
                 return _read_pid(path)
     except FileNotFoundError:
         return None
+    except UntrustedPathError as error:
+        raise DeepInferError(
+            f"The run directory {path} cannot be trusted, for {error}: run this as its owner, or name "
+            "another one with --run-dir."
+        ) from error
     except OSError as error:
         raise DeepInferError(
             f"The run directory {path} cannot be read ({error.strerror}): run this as its owner."
         ) from error
     return None
+
+
+def _owner_for_root(path: Path) -> int | None:
+    """Root may ask about the instances of all users, but takes none of them for its own."""
+    if os.geteuid() != 0 or path.is_relative_to(_temporary_directory()):
+        return None
+    with contextlib.suppress(FileNotFoundError):
+        return path.lstat().st_uid
+    return None
+
+
+def holds_lock(pid: int, path: Path) -> bool:
+    """Whether process `pid` has the lock file of the run directory open, as only its daemon has: the
+    kernel does not tell who holds a lock of this kind. A process that this user may not look into is
+    believed: only its owner has written its number down."""
+    try:
+        lock = (path / LOCK_FILE).lstat()
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(entry.stat(), lock):
+                    return True
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _read_pid(path: Path) -> int:
@@ -129,21 +173,26 @@ def make_run_directory(path: Path) -> None:
     """Create the directory, mode 0700, or check that the one there is ours.
 
     Raises:
-        DeepInferError: it cannot be made, or another user owns or may enter it.
+        DeepInferError: it cannot be made, or another user owns or can exchange it.
     """
     try:
+        check_private_path(path)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
         path.mkdir(exist_ok=True, mode=0o700)
-        status = path.stat()
+        # Again, with what was made: from here on nobody else can exchange anything.
+        check_private_path(path)
+        status = path.lstat()
         if status.st_uid != os.geteuid():
-            raise DeepInferError(
-                f"The run directory {path} belongs to user {status.st_uid}: "
-                "choose another one with --run-dir."
-            )
+            raise UntrustedPathError(f"{path} belongs to user {status.st_uid}")
         if stat.S_IMODE(status.st_mode) & 0o077:
             path.chmod(0o700)
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(13, "permission denied")
+    except UntrustedPathError as error:
+        raise DeepInferError(
+            f"The run directory {path} cannot be trusted, for {error}: "
+            "choose another one with --run-dir."
+        ) from error
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise DeepInferError(
@@ -226,7 +275,7 @@ def _whole_file_lock(kind: int) -> bytes:
 def _take_lock(path: Path, instance: str) -> int:
     lock_path = path / LOCK_FILE
     while True:
-        lock_fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock_fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.fcntl(lock_fd, fcntl.F_OFD_SETLK, _whole_file_lock(fcntl.F_WRLCK))
         except (BlockingIOError, PermissionError):

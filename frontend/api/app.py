@@ -25,12 +25,17 @@ from frontend.api.routes_status import (
 from frontend.api.tokenize import Detokenize, Tokenize
 from frontend.errors import ApiError, ClientGone
 from frontend.http.access_log import log_call, log_refusal
+from frontend.http.auth import check_key
 from frontend.http.call import Call
 from frontend.http.reply import send_error
 from frontend.services import Services
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Served without an API key: probes have none."""
+ADMINISTRATION_PATHS = frozenset(
+    {"/metrics", "/deepinfer/metrics", "/deepinfer/cache/flush", "/deepinfer/state"}
+)
+"""They concern all users: where there are keys for administration, they want one of those."""
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 log = logging.getLogger(__name__)
@@ -108,7 +113,8 @@ class FrontendApp:
         if len(path) > 1 and path.endswith("/"):
             path = scope["path"] = path.rstrip("/") or "/"
         if path not in OPEN_PATHS:
-            self._services.keys.check(call.headers)
+            keys = self._services.gate.keys()
+            check_key(keys, call.headers, for_administration=path in ADMINISTRATION_PATHS)
         try:
             await self._router(scope, receive, send)
         except HTTPException as error:

@@ -12,13 +12,13 @@ from starlette.types import Receive, Scope, Send
 
 from frontend.api.answers import CollectedAnswer, StreamedAnswer
 from frontend.api.dialect import AnswerHead, AnswerWriter, Dialect
-from frontend.errors import ApiError, ClientGone
+from frontend.errors import ApiError
 from frontend.generation.job import Job
 from frontend.generation.request import ModelLimits
 from frontend.http.access_log import span
 from frontend.http.body_limits import read_body
 from frontend.http.call import Call, call_of
-from frontend.http.disconnect import DisconnectWatch
+from frontend.http.disconnect import DisconnectWatch, unless_gone
 from frontend.http.reply import send_bytes
 from frontend.http.stream_buffer import StreamBuffer
 from frontend.links.body_reader import BodyForm
@@ -55,15 +55,7 @@ async def receive_body(
         limits = services.gate.admit()
         if len(body) <= DIRECT_BYTES:
             return form.read(body, limits), limits
-        reading = asyncio.ensure_future(services.body_reader.read(form, body, limits))
-        async with DisconnectWatch(receive, reading.cancel):
-            await asyncio.wait([reading])
-        if reading.cancelled():
-            raise ClientGone
-        try:
-            return reading.result(), limits
-        finally:
-            del reading  # holds the error, whose traceback holds this frame, and with it the body
+        return await unless_gone(receive, services.body_reader.read(form, body, limits)), limits
 
 
 class GenerateEndpoint:

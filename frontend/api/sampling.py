@@ -19,6 +19,7 @@ MAX_SEQUENCES = 256
 """Prompts times `n`."""
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Priority = Annotated[int, Meta(ge=-1000, le=1000)]
 TokenId = Annotated[int, Meta(ge=0)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=16_384)]
@@ -73,7 +74,7 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
-    priority: Int64 | None = None
+    priority: Priority | None = None
     prefix_cache: bool | None = None
     cache_salt: Annotated[str, Meta(max_length=512)] | None = None
     user: str | None = None
@@ -95,6 +96,11 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
         if self.n is not None and self.n > limits.max_choices:
             raise bad_request(f"n must be an integer from 1 to {limits.max_choices}.", "n")
         _check_choices(len(prompts), self.n or 1, limits)
+        if self.priority and not limits.allow_priority:
+            raise bad_request(
+                "priority other than 0 is only allowed where the server runs with --allow-priority.",
+                "priority",
+            )
         options = self.stream_options or StreamOptions()
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options is only allowed with stream: true.", "stream_options")

@@ -14,6 +14,7 @@ from frontend.api.sampling import TokenId, check_ids, check_model
 from frontend.errors import bad_request
 from frontend.generation.request import ModelLimits, Prompt, text_prompt
 from frontend.http.call import call_of
+from frontend.http.disconnect import unless_gone
 from frontend.http.json_body import decode_body
 from frontend.http.reply import send_bytes
 from frontend.links.body_reader import body_form
@@ -86,7 +87,8 @@ class Tokenize:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         prompt, limits = await receive_body(scope, receive, self._services, TOKENIZE)
-        ids = await self._services.router.encode(RequestId(call_of(scope).id), prompt)
+        encoding = self._services.router.encode(RequestId(call_of(scope).id), prompt)
+        ids = await unless_gone(receive, encoding)
         tokens = msgspec.Raw(await _json_array(ids))
         answer = {"tokens": tokens, "count": len(ids), "max_model_len": limits.max_model_len}
         await send_bytes(send, 200, msgspec.json.encode(answer))

@@ -113,6 +113,7 @@ class Job:
             affinity=self._affinity or prompt.affinity,
             add_special_tokens=prompt.add_special_tokens,
             call=RequestId(self.call_id if len(request.prompts) > 1 else ""),
+            call_choices=self.choice_count,
         )
 
     def usage(self) -> Usage:

@@ -30,6 +30,7 @@ class ModelLimits(msgspec.Struct, frozen=True):
     sampling: SamplingDefaults = SamplingDefaults()
     max_token_bytes: int | None = None
     """How much text one token may stand for; None: that is not known."""
+    allow_priority: bool = False
 
 
 class Prompt(msgspec.Struct, frozen=True):

@@ -1,56 +1,41 @@
-"""API keys: one a line in a file."""
+"""Whether the key in a request opens what the request asks for."""
 
 from __future__ import annotations
 
 import hmac
 from collections.abc import Mapping
-from pathlib import Path
 
 from frontend.errors import ApiError
+from transport.messages.from_daemon import ApiKeys
 
 
-class ApiKeysError(ValueError):
-    """The file of API keys cannot be used."""
+def check_key(keys: ApiKeys, headers: Mapping[bytes, bytes], *, for_administration: bool) -> None:
+    """The key is in `Authorization: Bearer` or `X-Api-Key`. One for administration opens all paths.
+
+    Raises:
+        ApiError: 401, there is no key or a wrong one; 403, a user's key where one for administration
+            is wanted.
+    """
+    wants_admin = for_administration and bool(keys.admins)
+    if not wants_admin and not keys.users:
+        return
+    given = _given_key(headers)
+    if given is None:
+        raise _refusal("This server wants an API key: send it as Authorization: Bearer KEY.")
+    is_users, is_admins = _is_among(given, keys.users), _is_among(given, keys.admins)
+    if not is_users and not is_admins:
+        raise _refusal("The API key is not one of this server's.")
+    if wants_admin and not is_admins:
+        raise ApiError(
+            403,
+            "This path wants a key for administration, and this is a user's.",
+            code="admin_key_required",
+        )
 
 
-class ApiKeys:
-    """The keys that open the API; none at all means that it is open."""
-
-    def __init__(self, keys: tuple[bytes, ...]) -> None:
-        self._keys = keys
-
-    @classmethod
-    def load(cls, path: str | None) -> ApiKeys:
-        """Blank lines and lines that start with `#` are skipped.
-
-        Raises:
-            ApiKeysError: the file cannot be read or holds no key.
-        """
-        if path is None:
-            return cls(())
-        try:
-            lines = Path(path).read_bytes().splitlines()
-        except OSError as error:
-            raise ApiKeysError(
-                f"The API keys file {path} cannot be read ({error.strerror}): check --api-keys-file."
-            ) from error
-        keys = tuple(key for line in lines if (key := line.strip()) and not key.startswith(b"#"))
-        if not keys:
-            raise ApiKeysError(
-                f"The API keys file {path} holds no key: write one a line, or leave --api-keys-file out."
-            )
-        return cls(keys)
-
-    def check(self, headers: Mapping[bytes, bytes]) -> None:
-        """Raises ApiError (401) unless a key is in `Authorization: Bearer` or `X-Api-Key`."""
-        if not self._keys:
-            return
-        given = _given_key(headers)
-        if given is None:
-            raise _refusal("This server wants an API key: send it as Authorization: Bearer KEY.")
-        # Every key is compared, so that the time does not tell which one came close.
-        if not sum(hmac.compare_digest(given, key) for key in self._keys):
-            raise _refusal("The API key is not one of this server's.")
+def _is_among(given: bytes, keys: tuple[bytes, ...]) -> bool:
+    """Compares with every key, so that the time does not tell which one came close."""
+    return bool(sum(hmac.compare_digest(given, key) for key in keys))
 
 
 def _given_key(headers: Mapping[bytes, bytes]) -> bytes | None:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from types import TracebackType
+from typing import TypeVar
 
 from starlette.types import Receive
+
+from frontend.errors import ClientGone
+
+T = TypeVar("T")
 
 
 class DisconnectWatch:
@@ -38,3 +43,22 @@ class DisconnectWatch:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self._on_gone()
+
+
+async def unless_gone(receive: Receive, work: Coroutine[None, None, T]) -> T:
+    """What `work` yields; it is cancelled when the client leaves. The body must have been read before.
+
+    Raises:
+        ClientGone: the client left.
+    """
+    task = asyncio.ensure_future(work)
+    async with DisconnectWatch(receive, task.cancel):
+        await asyncio.wait([task])
+    if task.cancelled():
+        raise ClientGone
+    try:
+        return task.result()
+    finally:
+        del (
+            task
+        )  # holds the error, whose traceback holds this frame, and with it the request's body

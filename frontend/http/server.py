@@ -1,10 +1,13 @@
 """The HTTP server. It is uvicorn with what uvicorn lacks, and nothing outside of this file knows that.
 
-* The head of a request is bounded in size and in time.
+* The head of a request is bounded in size and in time, trailers in size.
+* A wish to upgrade the protocol is ignored: the body behind it is a body.
 * What cannot be parsed is answered with an error object and a request id, reported, and the
   connection is closed so that the answer is not lost to a reset.
 * An HTTP/1.0 client gets no chunk sizes: a stream ends with the connection.
-* A client that goes away is noticed also while further requests wait on its connection.
+* What is wrong with one request never cuts the answer to the one before it.
+* A client that goes away is noticed also while further requests wait on its connection; one that only
+  stops sending gets its answer.
 * What the kernel buffers for a client that does not read is bounded.
 * The application may cut a connection at once (`ABORT` in the scope's extensions).
 
@@ -22,6 +25,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import httptools
 import msgspec
 import uvicorn
 from starlette.types import ASGIApp
@@ -44,6 +48,12 @@ LINGER_SECONDS = 2.0
 UNSENT_BYTES = 131_072
 """Unsent bytes that the kernel takes of a connection. Its own bound is several megabytes: a slow
 reader would be noticed far too late."""
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+"""Every HTTP/1.1 client skips it (RFC 9110, 15.2)."""
+FIRST_PROBE_SECONDS = 0.01
+LAST_PROBE_SECONDS = 1.0
+TCP_CLOSE = 7
+"""The state of a socket, in the first byte of TCP_INFO, whose peer has sent a reset."""
 
 OnRefused = Callable[[int, str, float], None]
 """Told of a request that was refused by its head, which the application never sees: the status, the
@@ -118,19 +128,27 @@ class _Connection(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._limits = config.limits
         self._on_refused = config.on_refused
-        self._head_bytes = 0
-        self._in_head = True
+        self._in_head = False
+        """A head has begun and is not complete."""
+        self._in_body = False
+        self._overhead = 0
+        """Bytes received since the last head or piece of a body that was complete: those of a head, or
+        of the sizes, extensions and trailers of a chunked body."""
+        self._trailer_bytes = 0
         self._head_began = 0.0
-        self._head_fault: ApiError | None = None
-        """What is wrong with a head that could be parsed."""
-        self._is_refused = False
         self._head_timer: asyncio.TimerHandle | None = None
+        self._fault: ApiError | None = None
+        """What is wrong with a request that could be parsed."""
+        self._is_refused = False
+        self._waiting_refusal: ApiError | None = None
+        """Sent once the requests before the faulty one have their answers."""
         self._running: RequestResponseCycle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        connection = transport.get_extra_info("socket")
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        self._socket = transport.get_extra_info("socket")
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         # uvicorn starts this only after the first request: a client that never sends one would stay.
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -138,59 +156,155 @@ class _Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
         self._unset_keepalive_if_required()
         self._disconnect_running()  # uvicorn tells only the request that was read last
         super().connection_lost(exc)
 
+    # ---- what arrives ----
+
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_timer is None:
-                self._head_began = self.loop.time()
-                self._head_timer = self.loop.call_later(
-                    self._limits.head_seconds, self._head_too_slow
-                )
-        super().data_received(data)
-        if self._in_head and self._head_bytes > self._limits.head_bytes and not self._is_refused:
-            self._refuse(self._head_too_large())
+        self._overhead += len(data)
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self._refuse(self._fault or ApiError(400, "This is no valid HTTP/1.1 request."))
+            return
+        if self._overhead > self._limits.head_bytes:
+            self._refuse(self._trailers_too_large() if self._in_body else self._head_too_large())
+
+    def _parse(self, data: bytes) -> None:
+        """Parse without ever leaving HTTP/1.1. The parser stops at a head that asks for an upgrade, and
+        takes what follows for another protocol, though it is the body of a request that is to be
+        answered as if nothing had been asked (RFC 9110, 7.8)."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as stop:
+                data = self._head_without_upgrade() + data[stop.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def _head_without_upgrade(self) -> bytes:
+        fields = [(name, value) for name, value in self.headers if name != b"upgrade"]
+        method = self.parser.get_method()
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        return b"\r\n".join(lines + [b"%b: %b" % field for field in fields]) + b"\r\n\r\n"
 
     def on_message_begin(self) -> None:
+        """Called for the first byte of a head; empty lines before it are none (RFC 9112, 2.2)."""
         super().on_message_begin()
         self._in_head = True
+        if not self._is_answering():
+            self._await_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_body:
+            super().on_header(name, value)
+            return
+        # A trailer. None is of use here, and among the headers it could contradict what was checked.
+        self._trailer_bytes += _field_bytes(name, value)
+        if self._trailer_bytes > self._limits.head_bytes:
+            self._fault = self._trailers_too_large()
+            raise ValueError(self._fault.message)
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
-        self._head_bytes = 0
-        self._stop_head_timer()
         # A head that came in one piece has not been measured before.
-        self._head_fault = self._find_fault()
-        if self._head_fault is not None:
-            raise ValueError(self._head_fault.message)
+        self._fault = self._find_fault()
+        if self._fault is not None:
+            raise ValueError(self._fault.message)
+        if self.parser.should_upgrade():
+            return  # `_parse` brings it again
+        self._in_head = False
+        self._in_body = True
+        self._overhead = self._trailer_bytes = 0
+        self._stop_head_timer()
         cast("dict[str, Any]", self.scope)["extensions"] = {ABORT: self.transport.abort}
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        self._overhead = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
-        self._in_head = True  # of the next request, which may already follow
+        if self.parser.should_upgrade():
+            return
+        self._in_body = False
+        self._overhead = 0
         super().on_message_complete()
 
-    def send_400_response(self, msg: str) -> None:
-        if self._head_fault is not None:
-            self._refuse(self._head_fault)
-        elif self._head_bytes > self._limits.head_bytes:
-            self._refuse(self._head_too_large())
-        else:
-            self._refuse(ApiError(400, "This is no valid HTTP/1.1 request."))
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """A client that has sent whole requests and only stops sending (`nc -N`) gets its answers.
+
+        One that has gone looks the same, and is found out by bytes that it does not take. HTTP/1.0 has
+        no bytes that could be sent before an answer: there, the end of sending is the end.
+        """
+        running = self._running
+        if not self._is_answering() or self._in_body or running is None:
+            return False
+        if running.scope["http_version"] == "1.0":
+            return False
+        self.cycle.keep_alive = False
+        if self._probe_timer is None:
+            if not running.response_started:
+                self.transport.write(CONTINUE)
+            self._probe(FIRST_PROBE_SECONDS)
+        return True
+
+    def _probe(self, seconds: float) -> None:
+        """See, now and then, whether the client has refused what was sent to it."""
+        if self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSE:
+            self.transport.abort()
+            return
+        self._probe_timer = self.loop.call_later(
+            seconds, self._probe, min(2 * seconds, LAST_PROBE_SECONDS)
+        )
+
+    # ---- heads ----
 
     def _find_fault(self) -> ApiError | None:
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        size = len(self.url) + sum(_field_bytes(name, value) for name, value in self.headers)
         if size > self._limits.head_bytes:
             return self._head_too_large()
         hosts = sum(name == b"host" for name, _ in self.headers)
         if hosts != 1 and self.parser.get_http_version() == "1.1":
             return ApiError(400, f"An HTTP/1.1 request has one Host header, this one has {hosts}.")
+        if self.parser.get_method() == b"CONNECT":
+            return ApiError(400, "This server is no proxy: it does not take CONNECT.")
         return None
+
+    def _await_head(self) -> None:
+        self._unset_keepalive_if_required()
+        self._head_began = self.loop.time()
+        self._head_timer = self.loop.call_later(self._limits.head_seconds, self._head_too_slow)
+
+    def _head_too_slow(self) -> None:
+        self._head_timer = None
+        self._refuse(ApiError(408, "The head of the request did not arrive in time."))
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_too_large(self) -> ApiError:
+        return ApiError(
+            431, f"The head of the request is larger than {self._limits.head_bytes} bytes."
+        )
+
+    def _trailers_too_large(self) -> ApiError:
+        limit = self._limits.head_bytes
+        return ApiError(431, f"The body's chunk extensions or trailers exceed {limit} bytes.")
+
+    # ---- answers ----
+
+    def _is_answering(self) -> bool:
+        return self._running is not None and not self._running.response_complete
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
@@ -199,30 +313,37 @@ class _Connection(HttpToolsProtocol):
             cycle.send = _UnframedSender(cycle).send  # type: ignore[method-assign]
         super()._start_asgi_task(cycle, app)
 
-    def _head_too_slow(self) -> None:
-        self._head_timer = None
-        self._refuse(ApiError(408, "The head of the request did not arrive in time."))
-
-    def _head_too_large(self) -> ApiError:
-        return ApiError(
-            431, f"The head of the request is larger than {self._limits.head_bytes} bytes."
-        )
-
-    def _stop_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing() or self._is_answering():
+            return
+        if self._waiting_refusal is not None:
+            self._send_refusal(self._waiting_refusal)
+        elif self._in_head:
+            self._await_head()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer, read no further request, and close a little later: to close while bytes are unread
-        would reset the connection, and the client would never see the answer."""
+        """Read no further, and answer after the requests that came before the faulty one."""
         self._is_refused = True
         self._stop_head_timer()
-        running = self._disconnect_running()
-        if self.transport.is_closing():
+        if self._in_body and self.cycle is self._running:
+            running = self._disconnect_running()
+            if running is None or running.response_started:
+                self.transport.close()
+            else:
+                self._send_refusal(error)
             return
-        if running is not None and running.response_started:
-            self.transport.close()
+        if self._in_body:
+            self.pipeline.popleft()
+        if self._is_answering():
+            self._waiting_refusal = error
+        else:
+            self._send_refusal(error)
+
+    def _send_refusal(self, error: ApiError) -> None:
+        """Close a little after the answer: to close while bytes are unread would reset the connection,
+        and the client would never see the answer."""
+        if self.transport.is_closing():
             return
         body = error.body()
         request_id = self._request_id()
@@ -248,6 +369,10 @@ class _Connection(HttpToolsProtocol):
     def _request_id(self) -> str:
         given = dict(self.headers or ()).get(b"x-request-id", b"")
         return kept_request_id(given) or uuid.uuid4().hex
+
+
+def _field_bytes(name: bytes, value: bytes) -> int:
+    return len(name) + len(value) + 4
 
 
 class _UnframedSender:

@@ -91,6 +91,8 @@ class RouterClient:
         except TimeoutError as error:
             raise ApiError(504, f"The tokenizer took more than {ENCODE_SECONDS:g} s.") from error
         finally:
+            if not future.done() or future.cancelled():
+                self._send(Cancel(request_id))
             del self._encodes[request_id]
 
     def router_lost(self) -> None:

@@ -46,6 +46,10 @@ class ChatTemplate:
             for name, source in self._templates.items()
         }
 
+    @property
+    def exists(self) -> bool:
+        return bool(self._templates)
+
     def render(self, conversation: Conversation) -> RenderedText:
         """The prompt as text, and where a client wrote the text of a control token.
 

@@ -36,6 +36,12 @@ class PromptEncoder:
         self._tokenizer = files.tokenizer
         self._template = ChatTemplate(files)
 
+    def warm_up(self) -> None:
+        """Make now what would make the first prompts wait, and each fork of this process anew."""
+        self.encode_text("warm up", add_special_tokens=False)
+        if self._template.exists:
+            _encode(self._aliased[0], "warm up", "messages", False)
+
     def encode_chat(self, payload: bytes) -> EncodedPrompt:
         """Render and encode a `Conversation`, given as JSON.
 

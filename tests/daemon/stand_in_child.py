@@ -42,8 +42,11 @@ def main() -> int:
 
     def hear(message, _frames) -> None:
         match message:
-            case InstanceStatus(state, reason, serial):
-                note(settings, f"status {state} {reason}")
+            case InstanceStatus(state, reason, serial, keys):
+                told = f"status {state} {reason}"
+                if keys.users:
+                    told += f" with keys {b','.join(keys.users).decode()}"
+                note(settings, told)
                 unconfirmed.append(serial)
                 confirm()
             case Drain():

@@ -9,15 +9,15 @@ import sys
 
 import pytest
 from cyclopts import App
-from cyclopts.config import Env
 from cyclopts.exceptions import CycloptsError
 
 from daemon.configuration.config import DEFAULT_MODEL, InstanceConfig, read_overrides
 from daemon.configuration.sources import (
+    Environment,
     InstanceFile,
     ModelDirVariable,
     Provenance,
-    unknown_variables,
+    ignored_variables,
 )
 from daemon.default_model.fetch import DEFAULT_MODEL_NAME
 
@@ -36,7 +36,7 @@ def parse(tmp_path):
 
     def run(*tokens: str) -> tuple[InstanceConfig, Provenance]:
         origins = Provenance()
-        environment = (Env("DEEPINFER_", command=False), ModelDirVariable())
+        environment = (Environment("DEEPINFER_", command=False), ModelDirVariable())
         app = App(config=(*environment, InstanceFile(tmp_path), origins))
 
         @app.default
@@ -171,19 +171,68 @@ def test_a_file_that_is_no_toml_is_named(parse, tmp_path, content):
 
 
 def test_a_variable_that_is_no_option_is_told_with_the_nearest_one():
-    found = unknown_variables(
-        [
-            "DEEPINFER_MAX_WAITNG",
-            "DEEPINFER_PORT",
-            "DEEPINFER_HF_MODEL_DIR",
-            "DEEPINFER_XYZZY",
-            "PATH",
-        ]
-    )
+    names = (
+        "DEEPINFER_MAX_WAITNG", "DEEPINFER_PORT", "DEEPINFER_HF_MODEL_DIR", "DEEPINFER_XYZZY", "PATH",
+    )  # fmt: skip
+    found = ignored_variables(dict.fromkeys(names, "1"))
     assert len(found) == 2
     assert "DEEPINFER_MAX_WAITNG is ignored" in found[0]
     assert found[0].endswith("did you mean DEEPINFER_MAX_WAITING?")
     assert found[1].endswith("no option.")
+
+
+OF_KUBERNETES = {
+    "DEEPINFER_PORT": "tcp://10.96.14.7:8888",
+    "DEEPINFER_PORT_8888_TCP": "tcp://10.96.14.7:8888",
+    "DEEPINFER_PORT_8888_TCP_ADDR": "10.96.14.7",
+    "DEEPINFER_PORT_8888_TCP_PORT": "8888",
+    "DEEPINFER_PORT_8888_TCP_PROTO": "tcp",
+    "DEEPINFER_SERVICE_HOST": "10.96.14.7",
+    "DEEPINFER_SERVICE_PORT": "8888",
+    "DEEPINFER_SERVICE_PORT_HTTP": "8888",
+    "DEEPINFER_GPU_PORT": "tcp://10.96.14.8:8888",
+    "DEEPINFER_GPU_SERVICE_HOST": "10.96.14.8",
+}
+
+
+def test_what_kubernetes_sets_for_a_service_is_no_option(parse, monkeypatch, tmp_path):
+    for name, value in OF_KUBERNETES.items():
+        monkeypatch.setenv(name, value)
+    config, origins = parse()
+    assert (config, origins.origin("port")) == (InstanceConfig(), "default")
+    (tmp_path / "default.toml").write_text("port = 9000\n")
+    assert parse()[0].port == 9000
+    (sentence,) = ignored_variables(OF_KUBERNETES)
+    assert "Kubernetes" in sentence and "enableServiceLinks" in sentence
+    assert all(name in sentence for name in OF_KUBERNETES)
+    monkeypatch.setenv("DEEPINFER_PORT", "9001")
+    assert parse()[0].port == 9001
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_a_byte_order_mark_is_no_part_of_a_file(parse, tmp_path, newline):
+    text = newline.join(("max_waiting = 3", "served_model_name = 'm'", ""))
+    (tmp_path / "default.toml").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    config = parse()[0]
+    assert (config.max_waiting, config.served_model_name) == (3, "m")
+
+
+@pytest.mark.parametrize(
+    ("words", "variables"),
+    [
+        (("serve", "--model", b"/models/caf\xe9"), {}),
+        (("serve", "--served-model-name", b"caf\xe9"), {}),
+        (("start", "--run-dir", b"/tmp/caf\xe9"), {}),
+        (("status", "--run-dir", b"/tmp/caf\xe9"), {}),
+        (("serve",), {"DEEPINFER_MODEL": b"/models/caf\xe9"}),
+    ],
+)
+def test_what_is_not_utf8_ends_in_a_sentence(words, variables):
+    ended = command(*words, succeeds=False, **variables)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("deepinfer: The ")
+    assert "caf\\xe9' is not UTF-8:" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("name", ["serve", "start"])
@@ -195,7 +244,7 @@ def test_a_slip_in_a_variable_is_told_at_the_start(tmp_path, name):
 
 
 def command(
-    *words: str, succeeds: bool = True, **variables: str
+    *words: str | bytes, succeeds: bool = True, **variables: str | bytes
 ) -> subprocess.CompletedProcess[str]:
     """A command with this environment and no more."""
     return subprocess.run(

@@ -19,7 +19,9 @@ from daemon.configuration.config import InstanceConfig
 from daemon.errors import DeepInferError
 from daemon.inspection.control_server import ControlServer
 from daemon.inspection.inspection_client import InspectionClient
+from daemon.inspection.report_types import KeysReport
 from daemon.instance.instance import Instance
+from daemon.instance.key_ring import KeyRing
 from daemon.instance.role_settings import make_plan
 from daemon.supervision.child_process import ChildSpec
 from daemon.supervision.supervisor import Supervisor
@@ -70,7 +72,8 @@ class StandIns:
         """Run until the instance has ended. `meanwhile(self)` runs on a thread once it is ready, or
         at once, and must make it stop."""
         directory = RunDirectory.lock(self.path, "default")
-        signals = StopSignals()
+        keys = KeyRing(self.config.api_keys_file, self.config.admin_keys_file)
+        signals = StopSignals(hangup_reloads=True)
         context = zmq.Context()
         server = ControlServer(context, Endpoints(str(self.path)), self.plan.config_hash)
         self.supervisor = Supervisor(
@@ -95,7 +98,7 @@ class StandIns:
         if at_once:
             thread.start()
         try:
-            Instance(self.plan, self.supervisor, server, 8888, on_ready).run(signals)
+            Instance(self.plan, self.supervisor, server, 8888, keys, on_ready).run(signals)
         finally:
             if thread.ident is not None:
                 thread.join(SECONDS)
@@ -250,7 +253,81 @@ def test_every_router_is_told_of_a_worker_that_is_lost_for_good(tmp_path):
         instance.wait_for_line(f"router {new} ", "PeerLost worker/0 for good")
         instance.stop()
 
-    StandIns(tmp_path).run({**GROUP, "worker/0": "mortal"}, meanwhile)
+    StandIns(tmp_path).run({**GROUP, "worker/0": "mortal", "worker/1": "ready"}, meanwhile)
+
+
+@pytest.mark.parametrize("victim", ["frontend/0", "worker/0", "router", "tokenizer/0"])
+def test_an_instance_that_has_lost_a_role_for_good_ends_with_an_error(tmp_path, victim):
+    def meanwhile(instance: StandIns) -> None:
+        os.kill(instance.pid_of(victim), signal.SIGTERM)
+
+    stand_ins = StandIns(tmp_path, drain_timeout=0.0)
+    role = victim.partition("/")[0]
+    with pytest.raises(DeepInferError, match=f"no {role} is left: {victim} is lost for") as caught:
+        stand_ins.run({**GROUP, victim: "mortal"}, meanwhile)
+    assert caught.value.exit_code == 1  # 2 would keep systemd from starting another
+    assert stand_ins.supervisor.num_alive == 0
+    assert not stand_ins.path.exists()
+
+
+def test_all_frontends_have_the_keys_of_the_daemon_also_one_that_starts_later(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("one\n")
+    old, new = "with keys one", "with keys one,two"
+
+    def meanwhile(instance: StandIns) -> None:
+        for name in ("frontend/0", "frontend/1"):
+            instance.wait_for_line(name, f"status ready  {old}")
+        keys.write_text("one\ntwo\n")
+        killed = instance.pid_of("frontend/0")
+        os.kill(killed, signal.SIGKILL)
+        eventually(lambda: instance.pid_of("frontend/0") not in (killed, None))
+        restarted = instance.pid_of("frontend/0")
+        instance.wait_for_line(f"frontend/0 {restarted} ", f"status ready  {old}")
+        assert instance.lines(new) == []
+
+        with instance.client() as client:
+            report = msgspec.json.decode(client.reload_keys(SECONDS), type=KeysReport)
+        assert (report.users, report.admins) == (2, 0)
+        for name in ("frontend/0", "frontend/1"):
+            instance.wait_for_line(name, f"status ready  {new}")
+        eventually(lambda: instance.ask("keys")["unconfirmed"] == [])
+        instance.stop()
+
+    StandIns(tmp_path, api_keys_file=keys).run({**GROUP, "frontend/1": "ready"}, meanwhile)
+
+
+def test_sighup_reloads_the_keys_and_keeps_the_old_ones_where_that_fails(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr("daemon.system.stop_signals._has_terminal", lambda: False)
+    keys = tmp_path / "keys"
+    keys.write_text("one\n")
+
+    def meanwhile(instance: StandIns) -> None:
+        instance.wait_for_line("frontend/0", "status ready  with keys one")
+        keys.write_text("")
+        os.kill(os.getpid(), signal.SIGHUP)
+        eventually(lambda: "holds no key" in caplog.text)
+        assert "the keys stay as they are" in caplog.text
+        with instance.client() as client, pytest.raises(DeepInferError, match="holds no key"):
+            client.reload_keys(SECONDS)
+        assert instance.ask("keys")["users"] == 1
+        keys.write_text("two\n")
+        os.kill(os.getpid(), signal.SIGHUP)
+        instance.wait_for_line("frontend/0", "status ready  with keys two")
+        instance.stop()
+
+    StandIns(tmp_path, api_keys_file=keys).run(GROUP, meanwhile)
+
+
+def test_without_a_keys_file_there_is_nothing_to_reload(tmp_path):
+    def meanwhile(instance: StandIns) -> None:
+        with instance.client() as client, pytest.raises(DeepInferError, match="--api-keys-file"):
+            client.reload_keys(SECONDS)
+        instance.stop()
+
+    StandIns(tmp_path).run(GROUP, meanwhile)
 
 
 def test_the_group_survives_the_death_of_all_children(tmp_path):

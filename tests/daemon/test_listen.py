@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from daemon.errors import ConfigurationError, DeepInferError
-from daemon.system.listen import base_url, open_listening_socket
+from daemon.system.listen import base_url, open_listening_socket, open_port_warning
 
 
 def has_ipv6() -> bool:
@@ -69,3 +69,24 @@ def test_ipv6(host):
 )
 def test_the_url_works_from_here(host, url):
     assert base_url(host, 80) == url
+
+
+@pytest.mark.parametrize(
+    ("host", "is_open"),
+    [
+        ("127.0.0.1", False),
+        ("127.0.0.9", False),
+        ("localhost", False),
+        ("::1", False),
+        ("[::1]", False),
+        ("0.0.0.0", True),
+        ("::", True),
+        ("192.0.2.1", True),
+        ("no such host", False),
+    ],
+)
+def test_who_lets_strangers_in_without_a_key_is_warned(host, is_open):
+    warning = open_port_warning(host, has_keys=False)
+    assert (warning is not None) == is_open
+    assert warning is None or (host in warning and "--api-keys-file" in warning)
+    assert open_port_warning(host, has_keys=True) is None

@@ -12,7 +12,6 @@ from daemon.errors import ConfigurationError, DeepInferError
 from daemon.instance import preflight
 from daemon.instance.preflight import (
     check_devices,
-    check_keys_file,
     check_thread_limit,
     check_weights,
     find_model,
@@ -98,18 +97,6 @@ def test_more_workers_than_devices(monkeypatch):
         check_devices(InstanceConfig(dp=2), "nvidia")
 
 
-def test_keys_file(tmp_path):
-    check_keys_file(None)
-    with pytest.raises(ConfigurationError, match=r"cannot be read .*--api-keys-file\.$"):
-        check_keys_file(tmp_path / "none")
-    path = tmp_path / "keys"
-    path.write_text("# none yet\n\n")
-    with pytest.raises(ConfigurationError, match=r"holds no key: .*--api-keys-file out\.$"):
-        check_keys_file(path)
-    path.write_text("# ours\nsecret\n")
-    check_keys_file(path)
-
-
 def test_the_soft_limit_on_files_is_lifted(monkeypatch):
     limits = []
     monkeypatch.setattr(resource, "getrlimit", lambda _kind: (256, 4096))
@@ -150,3 +137,11 @@ def test_root_is_not_held_to_the_limit_on_threads(thread_limit, monkeypatch):
     thread_limit(1)
     monkeypatch.setattr(preflight, "_may_exceed_limits", lambda: True)
     check_thread_limit(InstanceConfig())
+
+
+def test_a_model_below_a_directory_that_is_not_utf8_is_named(tmp_path, monkeypatch):
+    folder = os.fsencode(tmp_path) + b"/caf\xe9"
+    os.makedirs(folder + b"/model")
+    monkeypatch.chdir(folder)
+    with pytest.raises(ConfigurationError, match=r"caf.*xe9/model' is not UTF-8"):
+        find_model("model", print)

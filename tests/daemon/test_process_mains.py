@@ -156,9 +156,3 @@ def test_a_fault_of_a_running_frontend_does_not_end_it_for_good(monkeypatch, fro
     code, told = frontend_main()
     assert (code, told) == (EXIT_AGAIN, [])
     assert "ValueError: a fault" in caplog.text
-
-
-def test_a_frontend_without_usable_keys_ends_for_good(frontend_main, tmp_path):
-    code, told = frontend_main(api_keys_file=str(tmp_path / "none"))
-    assert code == EXIT_FATAL
-    assert "API keys" in told[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -56,20 +55,20 @@ def test_the_router_is_told_its_options(told):
 
 def test_a_frontend_is_told_its_options(told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "keys").touch()
     frontend = told(
-        served_model_name="m", api_keys_file=Path("keys"), max_body_mb=1.5, body_buffer_mb=2.5,
+        served_model_name="m", max_body_mb=1.5, body_buffer_mb=2.5,
         max_header_kib=2, body_seconds=3.0, keep_alive_seconds=4, max_choices=5, stream_high_water_kib=6,
         slow_reader_seconds=7.0, retry_after=8, drain_timeout=9.0, sampling_defaults="openai",
+        allow_priority=True,
     )["frontend/0"]  # fmt: skip
     assert (frontend.listen_fd, frontend.model_dir, frontend.model_name) == (7, str(tmp_path), "m")
-    assert frontend.api_keys_file == str(tmp_path / "keys")
     assert (frontend.max_body_bytes, frontend.max_header_bytes) == (1_500_000, 2048)
     assert frontend.body_buffer_bytes == 2_500_000
     assert (frontend.body_seconds, frontend.keep_alive_seconds, frontend.max_choices) == (3.0, 4, 5)
     assert (frontend.stream_high_water_bytes, frontend.slow_reader_seconds) == (6144, 7.0)
     assert (frontend.retry_after_seconds, frontend.drain_seconds) == (8, 9.0)
     assert frontend.sampling_defaults.temperature == 1.0
+    assert frontend.allow_priority
 
 
 def test_a_worker_is_told_its_options(told, tmp_path):

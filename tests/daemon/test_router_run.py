@@ -98,10 +98,11 @@ def join(monkeypatch, notices) -> Iterator[Callable[[ProcessName, str], Peer]]:
     context = zmq.Context()
     settings = RouterSettings(
         process=ProcessSettings(ROUTER_NAME, "router", "test", folder, 1, "hash"),
-        workers=1, tokenizers=1, max_waiting=1000, routing="least-loaded", retry_after_seconds=1,
+        workers=1, tokenizers=1, max_waiting=1000, max_waiting_choices=1000,
+        max_waiting_bytes=1_000_000_000, routing="least-loaded", retry_after_seconds=1,
         max_migrations=3, stage_seconds=60.0, start_seconds=600.0,
     )  # fmt: skip
-    core = RouterCore(settings, RouterMetrics(MetricSet(), 1000))
+    core = RouterCore(settings, RouterMetrics(MetricSet(), settings))
     socket, tap = RouterSocket(context, endpoints.router, TO_ROUTER), Tap(context, endpoints.tap)
     stop = StopFlag()
     router = Router(settings, socket, core, Link(), tap)

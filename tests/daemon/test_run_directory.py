@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from daemon.cli.stop import stop
+from daemon.cli.target import Target
 from daemon.errors import ConfigurationError, DeepInferError
 from daemon.system import run_directory
 from daemon.system.run_directory import (
@@ -19,6 +21,7 @@ from daemon.system.run_directory import (
     already_running,
     choose_run_directory,
     find_run_directory,
+    holds_lock,
     not_running,
     running_pid,
 )
@@ -116,6 +119,61 @@ def test_a_stranger_with_a_recorded_pid_is_left_alone(run_path):
         RunDirectory.lock(run_path, "a").close()
         assert stranger.poll() is None
         stranger.kill()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_a_directory_that_another_user_has_prepared_is_not_entered(tmp_path, monkeypatch):
+    victims = tmp_path / "precious"
+    victims.mkdir(mode=0o755)
+    for name in ("lock", "instance", "deepinfer.log", "children.json"):
+        (victims / name).write_text("precious")
+    shared = tmp_path / "tmp"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    monkeypatch.setenv("TMPDIR", str(shared))
+    prepared = shared / "deepinfer-0"
+    prepared.mkdir(mode=0o755)
+    (prepared / "default").symlink_to(victims)
+    os.lchown(prepared / "default", 54321, 54321)
+    os.chown(prepared, 54321, 54321)
+
+    with pytest.raises(DeepInferError, match=r"belongs to user 54321: .*--run-dir"):
+        RunDirectory.lock(prepared / "default", "default")
+    with pytest.raises(DeepInferError, match=r"belongs to user 54321: .*its owner"):
+        running_pid(prepared / "default")
+    assert victims.stat().st_mode & 0o777 == 0o755
+    assert {entry.read_text() for entry in victims.iterdir()} == {"precious"}
+    assert len(list(victims.iterdir())) == 4
+
+
+def test_a_link_is_no_run_directory(tmp_path):
+    (tmp_path / "precious").mkdir(mode=0o755)
+    (tmp_path / "run").symlink_to("precious")
+    with pytest.raises(DeepInferError, match=r"is a link: .*--run-dir"):
+        RunDirectory.lock(tmp_path / "run", "a")
+    assert (tmp_path / "precious").stat().st_mode & 0o777 == 0o755
+    with pytest.raises(DeepInferError, match="is a link"):
+        running_pid(tmp_path / "run")
+
+
+def test_stop_leaves_a_process_alone_that_is_not_the_daemon_of_the_directory(run_path):
+    with RunDirectoryOf(run_path), subprocess.Popen(["sleep", "1000"]) as stranger:
+        (run_path / "daemon.pid").write_text(f"{stranger.pid}\n")
+        try:
+            with pytest.raises(DeepInferError, match=rf"Process {stranger.pid}.*is not the daemon"):
+                stop(target=Target(run_dir=run_path), drain_timeout=0.0)
+            assert stranger.poll() is None
+        finally:
+            stranger.kill()
+
+
+def test_the_daemon_of_a_directory_is_known_by_its_lock(run_path):
+    with RunDirectoryOf(run_path):
+        assert holds_lock(os.getpid(), run_path)
+        with subprocess.Popen(["sleep", "1000"]) as child:
+            assert not holds_lock(child.pid, run_path)
+            child.kill()
+    assert not holds_lock(os.getpid(), run_path)
 
 
 def test_a_file_in_the_way_is_named(tmp_path):

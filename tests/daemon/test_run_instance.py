@@ -17,11 +17,11 @@ from daemon.system.stop_signals import StopSignals
 def run(tmp_path, monkeypatch):
     """run(becomes_ready, failure): the run directory of an instance that ended so."""
 
-    def run_and_end(becomes_ready: bool, failure: Exception | None) -> Path:
+    def run_and_end(becomes_ready: bool, failure: Exception | None, **options) -> Path:
         run_dir = tmp_path / "run"
 
         class Instance:
-            def __init__(self, _plan, _supervisor, _server, _port, on_ready) -> None:
+            def __init__(self, _plan, _supervisor, _server, _port, _keys, on_ready) -> None:
                 self._on_ready = on_ready
 
             def run(self, _signals: StopSignals) -> None:
@@ -35,7 +35,7 @@ def run(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "find_model", lambda _model, _tell: tmp_path)
         monkeypatch.setattr(module, "raise_descriptor_limit", lambda _config: None)
         config = InstanceConfig(
-            run_dir=run_dir, port=0, engine="fake", accelerator="cpu", hicache_size_gb=0
+            run_dir=run_dir, port=0, engine="fake", accelerator="cpu", hicache_size_gb=0, **options
         )
         signals = StopSignals()
         try:
@@ -60,3 +60,20 @@ def test_the_log_stays_after_an_unexpected_end_and_is_pointed_at(run, failure):
 @pytest.mark.parametrize("failure", [None, DeepInferError("no weights")])
 def test_nothing_stays_of_an_instance_that_was_never_ready(run, failure):
     assert not run(False, failure).exists()
+
+
+def test_an_open_port_without_keys_is_said_in_the_log_and_at_the_start(
+    run, monkeypatch, caplog, capsys, tmp_path
+):
+    monkeypatch.delenv("DEEPINFER_QUIET_START", raising=False)
+    sentence = "It listens on 0.0.0.0 without API keys"
+    run(True, None)
+    assert sentence not in caplog.text + capsys.readouterr().out
+    run(True, None, host="0.0.0.0")
+    assert sentence in caplog.text
+    assert sentence in capsys.readouterr().out
+    caplog.clear()
+    keys = tmp_path / "keys"
+    keys.write_text("secret")
+    run(True, None, host="0.0.0.0", api_keys_file=keys)
+    assert sentence not in caplog.text + capsys.readouterr().out

@@ -9,6 +9,7 @@ import subprocess
 
 import pytest
 
+from daemon.system import stop_signals
 from daemon.system.stop_signals import StopRequested, StopSignals
 
 
@@ -47,3 +48,31 @@ def test_closing_puts_the_former_handlers_back():
     before = signal.getsignal(signal.SIGTERM)
     StopSignals().close()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_hangup_that_was_ignored_at_the_start_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        signals = StopSignals(hangup_reloads=True)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert (signals.take(), signals.take_hangup()) == (False, False)
+        signals.close()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("has_terminal", [False, True])
+def test_a_hangup_asks_to_reload_but_to_stop_where_a_terminal_can_go(monkeypatch, has_terminal):
+    monkeypatch.setattr(stop_signals, "_has_terminal", lambda: has_terminal)
+    signals = StopSignals(hangup_reloads=True)
+    try:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert select.select([signals.fd], [], [], 5)[0] == [signals.fd]
+        assert (signals.take(), signals.take_hangup()) == (has_terminal, not has_terminal)
+        assert (signals.take(), signals.take_hangup()) == (False, False)
+        assert select.select([signals.fd], [], [], 0)[0] == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (signals.take(), signals.take_hangup()) == (True, False)
+    finally:
+        signals.close()

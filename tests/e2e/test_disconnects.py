@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import random
@@ -24,7 +23,7 @@ ANSWER_SECONDS = 60.0
 SETTLE_SECONDS = 60.0
 """Far more than it takes, but for a busy machine. What was given up tells that not all ended by itself."""
 
-WAYS = ("close", "reset", "half close")
+WAYS = ("close", "reset", "half close first")
 MOMENTS = ("within the body", "before the answer", "during the answer", "after the answer")
 SHORT, LONG = 4, 1500
 
@@ -47,12 +46,9 @@ class Client:
         return post_request("/v1/completions", body, close=False)
 
 
-async def leave(client: Client, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    if client.way == "half close":
+def leave(client: Client, writer: asyncio.StreamWriter) -> None:
+    if client.way == "half close first":
         writer.write_eof()
-        # The server ends the connection in its turn; what it had sent already still comes.
-        with contextlib.suppress(ConnectionError):
-            await reader.read()
     elif client.way == "reset":
         found = writer.get_extra_info("socket")
         found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -66,7 +62,7 @@ async def visit(address: tuple[str, int], client: Client) -> None:
     if client.moment == "within the body":
         writer.write(request[:-20])
         await writer.drain()
-        return await leave(client, reader, writer)
+        return leave(client, writer)
     writer.write(request)
     await writer.drain()
     if client.moment == "after the answer":
@@ -76,7 +72,7 @@ async def visit(address: tuple[str, int], client: Client) -> None:
             await read_events(reader, 3)
         else:  # A stream that began later tells that this one is being worked on.
             await visit(address, Client(client.way, client.moment, streamed=True))
-    return await leave(client, reader, writer)
+    return leave(client, writer)
 
 
 async def read_events(reader: asyncio.StreamReader, count: int) -> None:

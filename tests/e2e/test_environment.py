@@ -60,8 +60,8 @@ def in_mounts() -> Callable[[str, Path], tuple[str, ...]]:
 
 @pytest.fixture
 def run_dir(short_dir: Path) -> Path:
-    """Where anybody may make a run directory."""
-    short_dir.chmod(0o777)
+    """Where anybody may make a run directory, as in /tmp."""
+    short_dir.chmod(0o1777)
     return short_dir / "run"
 
 

@@ -142,6 +142,38 @@ def test_keys_of_a_file_open_the_api(serve, tmp_path):
         assert "secret-one" not in server.log
 
 
+def test_a_frontend_that_starts_while_the_keys_file_is_away_serves_until_a_reload(
+    serve, cli, tmp_path
+):
+    keys, away = tmp_path / "keys", tmp_path / "away"
+    keys.write_text("old\n")
+    with serve(**FAKE, api_keys_file=keys) as server:
+        server.ready()
+        where = ("--instance", server.instance, "--run-dir", server.run_dir)
+
+        def status(key: str) -> int:
+            return server.get("/v1/models", {"x-api-key": key}).status
+
+        keys.rename(away)
+        killed = server.pids()["frontend/0"]
+        os.kill(killed, signal.SIGKILL)
+        eventually(
+            lambda: server.pids().get("frontend/0") not in (killed, None), SECONDS, "a new frontend"
+        )
+        server.ready()
+        assert (status("old"), status("new")) == (200, 401)
+
+        failed = cli("keys", "reload", *where)
+        assert failed.returncode == 1
+        assert "cannot be read" in failed.stderr and "stay as they are" in failed.stderr
+        assert status("old") == 200
+
+        keys.write_text("new\n")
+        reloaded = cli("keys", "reload", *where)
+        assert (reloaded.returncode, "1 for users" in reloaded.stdout) == (0, True), reloaded.stderr
+        assert (status("old"), status("new")) == (401, 200)
+
+
 def test_metrics_can_be_scraped_and_have_the_names_of_dashboards(tiny_server):
     tiny_server.post("/v1/completions", {"prompt": "hello", "max_tokens": 4, "ignore_eos": True})
     names = [

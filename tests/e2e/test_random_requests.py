@@ -98,7 +98,7 @@ WRONG = {
     "ignore_eos": ["yes", 1],
     "user": [5, {}],
     "metadata": ["text", [1]],
-    "priority": ["high", 1.5],
+    "priority": ["high", 1.5, 1001],
     "max_tokens": [0, -5, 1.5, "many", True],
     "min_tokens": [-1, 2**71, "1"],
     "stream": ["yes", 1],
@@ -284,7 +284,9 @@ def is_empty(server) -> bool:
 def small_server(serve):
     """A pool of twelve pages for eight sequences, and little room to wait."""
     pool = 12.5 * 65_536 / 1e9
-    with serve(kv_cache_gb=pool, max_num_seqs=8, max_batched_tokens=96, max_waiting=24) as server:
+    with serve(
+        kv_cache_gb=pool, max_num_seqs=8, max_batched_tokens=96, max_waiting=24, allow_priority=True
+    ) as server:  # fmt: skip
         yield server.ready()
 
 

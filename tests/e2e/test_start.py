@@ -98,5 +98,13 @@ def test_commands_tell_the_instance_that_runs_in_the_directory(cli, tiny_dir, sh
     assert f"`deepinfer start --run-dir {run_dir}`" in down
 
 
+def test_a_start_that_lets_strangers_in_says_so(cli, tiny_dir, short_dir):
+    here = ("--run-dir", short_dir / "run")
+    started = cli("start", *here, "--host", "0.0.0.0", "--model", tiny_dir, *FAKE)
+    assert started.returncode == 0, started.stderr
+    assert "It listens on 0.0.0.0 without API keys" in started.stderr
+    assert cli("stop", *here).returncode == 0
+
+
 def test_serve_gets_the_options_of_start():
     assert serve_arguments(["start", "--instance", "start"]) == ["serve", "--instance", "start"]

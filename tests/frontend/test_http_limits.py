@@ -12,9 +12,10 @@ import zlib
 
 import pytest
 
+from frontend.readiness import Readiness
 from tests.support.frontend import Script, request_http
 from tests.support.waiting import eventually
-from transport.messages.from_daemon import Drain, InstanceStatus
+from transport.messages.from_daemon import ApiKeys, Drain, InstanceStatus
 from transport.messages.to_router import Submit
 
 CHAT = "/v1/chat/completions"
@@ -84,9 +85,9 @@ def raw_deflate(data: bytes) -> bytes:
         ("gzip", b"", 400),
         ("gzip, gzip", gzip.compress(RAW, mtime=0), 415),
         ("br", RAW, 415),
-        ("gzip", gzip.compress(b" " * (9 << 20)), 413),
-        ("gzip", gzip.compress(RAW + b" " * (1 << 19)), 200),
-        ("gzip", gzip.compress(RAW + b" " * (2 << 20)), 413),  # little that becomes much
+        ("gzip", gzip.compress(b" " * (9 << 20), mtime=0), 413),
+        ("gzip", gzip.compress(RAW + b" " * (1 << 19), mtime=0), 200),
+        ("gzip", gzip.compress(RAW + b" " * (2 << 20), mtime=0), 413),  # little that becomes much
     ],
 )
 def test_content_encodings(serve, encoding, data, status):
@@ -216,10 +217,13 @@ def test_old_clients_get_no_chunks(serve):
     assert events.startswith(b"data: ")
 
 
-def test_api_keys(serve, tmp_path):
-    path = tmp_path / "keys"
-    path.write_text("# ours\nsecret-one\n\nsecret-two\n")
-    server = serve(api_keys_file=str(path))
+def use_keys(server, **keys: tuple[bytes, ...]) -> None:
+    server.call(lambda: server.gate.take(InstanceStatus("ready", keys=ApiKeys(**keys))))
+
+
+def test_api_keys(serve):
+    server = serve()
+    use_keys(server, users=(b"secret-one", b"secret-two"))
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"x-api-key": "secret"}):
         answer = request_http(server, "POST", CHAT, BODY, headers)
         assert (answer.status, answer.json["error"]["code"]) == (401, "invalid_api_key")
@@ -229,6 +233,47 @@ def test_api_keys(serve, tmp_path):
     assert request_http(server, "GET", "/health").status == 200
     assert request_http(server, "GET", "/ready").status == 200
     assert len(server.router.of_kind(Submit)) == 2
+
+
+ADMINISTRATION = (
+    ("GET", "/metrics"), ("GET", "/deepinfer/metrics"), ("GET", "/deepinfer/state"),
+    ("GET", "/deepinfer/state/"), ("POST", "/deepinfer/cache/flush"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "path"), ADMINISTRATION)
+def test_administration_wants_a_key_of_its_own_where_there_are_such_keys(serve, method, path):
+    server = serve()
+
+    def status(key: str | None) -> int:
+        return request_http(server, method, path, headers={"x-api-key": key} if key else {}).status
+
+    assert status(None) == 200
+    use_keys(server, users=(b"user",))
+    assert (status(None), status("user")) == (401, 200)
+    use_keys(server, users=(b"user",), admins=(b"admin",))
+    assert (status(None), status("wrong"), status("user"), status("admin")) == (401, 401, 403, 200)
+    use_keys(server, admins=(b"admin",))
+    assert (status(None), status("user"), status("admin")) == (401, 401, 200)
+
+
+def test_a_key_for_administration_opens_everything_and_a_user_is_told_what_lacks(serve):
+    server = serve()
+    use_keys(server, users=(b"user",), admins=(b"admin",))
+    for key in ("user", "admin"):
+        assert request_http(server, "POST", CHAT, BODY, {"x-api-key": key}).status == 200
+    refused = request_http(server, "GET", "/metrics", headers={"x-api-key": "user"})
+    error = refused.json["error"]
+    assert (error["type"], error["code"]) == ("permission_error", "admin_key_required")
+    use_keys(server, admins=(b"admin",))
+    assert request_http(server, "POST", CHAT, BODY).status == 200
+
+
+def test_before_the_daemon_has_told_the_keys_nothing_opens(serve):
+    server = serve()
+    server.call(lambda: setattr(server.gate, "readiness", Readiness()))
+    assert request_http(server, "GET", "/deepinfer/state").status == 503
+    assert request_http(server, "GET", "/health").status == 200
 
 
 def test_request_ids_come_back(serve):

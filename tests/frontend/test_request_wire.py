@@ -33,7 +33,7 @@ from tests.support.frontend import Script, request_http
 from transport.messages.generate import Generate, SamplingParams
 from transport.messages.to_router import Submit
 
-LIMITS = ModelLimits("test-model", 300, 4096, 8)
+LIMITS = ModelLimits("test-model", 300, 4096, 8, allow_priority=True)
 TEMPLATE = (
     "{{ {'messages': messages, 'tools': tools, 'reasoning_effort': reasoning_effort, 'mood': mood,"
     " 'add_generation_prompt': add_generation_prompt} | tojson }}"
@@ -154,7 +154,7 @@ def send(serve):
             seen.append((submit, payload))
             return Script()
 
-        assert request_http(serve(script), "POST", path, body).status == 200
+        assert request_http(serve(script, allow_priority=True), "POST", path, body).status == 200
         return seen[0]
 
     return post

@@ -1,7 +1,7 @@
 """uvicorn still has what `frontend/http/server.py` builds on, and nothing else builds on it.
 
-`test_http_limits.py` and `test_disconnects.py` say what must hold; this says what to look at when a new
-uvicorn breaks it.
+`test_http_connections.py`, `test_http_limits.py` and `test_disconnects.py` say what must hold; this says
+what to look at when a new uvicorn breaks it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import uvicorn
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http import httptools_impl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -22,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 ADVICE = (
     f"uvicorn {uvicorn.__version__} is not the one that frontend/http/server.py was written for: %s. "
     "Read its httptools_impl.py and server.py against ours, adapt ours, run "
-    "tests/frontend/test_http_limits.py and test_disconnects.py, and then move the pin in pyproject.toml."
+    "tests/frontend/test_http_connections.py, test_http_limits.py and test_disconnects.py, and then move "
+    "the pin in pyproject.toml."
 )
 
 
@@ -39,7 +41,10 @@ METHODS: list[tuple[Callable, list[str]]] = [
     (HttpToolsProtocol.on_message_begin, ["self"]),
     (HttpToolsProtocol.on_headers_complete, ["self"]),
     (HttpToolsProtocol.on_message_complete, ["self"]),
-    (HttpToolsProtocol.send_400_response, ["self", "msg"]),
+    (HttpToolsProtocol.on_header, ["self", "name", "value"]),
+    (HttpToolsProtocol.on_body, ["self", "body"]),
+    (HttpToolsProtocol.on_response_complete, ["self"]),
+    (HttpToolsProtocol.eof_received, ["self"]),
     (HttpToolsProtocol._start_asgi_task, ["self", "cycle", "app"]),
     # Called.
     (HttpToolsProtocol._unset_keepalive_if_required, ["self"]),
@@ -75,35 +80,59 @@ def test_the_objects_have_their_attributes():
     names = (
         "should_exit server_state",
         "connections",
-        "loop transport parser scope headers url timeout_keep_alive timeout_keep_alive_task",
+        "loop transport parser scope headers url cycle pipeline timeout_keep_alive"
+        " timeout_keep_alive_task",
         "scope disconnected message_event response_started response_complete chunked_encoding"
-        " expected_content_length",
+        " expected_content_length keep_alive",
     )
     for owner, wanted in zip(asyncio.run(make()), names, strict=True):
         missing = [name for name in wanted.split() if not hasattr(owner, name)]
         check(not missing, f"{type(owner).__name__} has no {', '.join(missing)}")
 
 
-def test_a_fault_in_a_callback_of_the_parser_is_answered_with_400():
-    """`_Connection.on_headers_complete` raises, and relies on `send_400_response` being called."""
+class Recorder:
+    """What httptools reports."""
 
-    class Faulty(HttpToolsProtocol):
-        answered = ""
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.parser = HttpRequestParser(self)
 
+    def on_message_begin(self) -> None:
+        self.events.append("begin")
+
+    def on_headers_complete(self) -> None:
+        self.events.append(f"head, upgrade={self.parser.should_upgrade()}")
+
+    def on_message_complete(self) -> None:
+        self.events.append("end")
+
+
+def test_httptools_stops_behind_a_head_that_asks_for_an_upgrade():
+    """`_Connection._parse` goes on from there."""
+    recorder = Recorder()
+    data = b"POST / HTTP/1.1\r\nContent-Length: 4\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    with pytest.raises(HttpParserUpgrade) as stop:
+        recorder.parser.feed_data(data + b"body")
+    check(stop.value.args == (len(data),), f"an upgrade is reported at {stop.value.args}")
+    check(
+        recorder.events == ["begin", "head, upgrade=True", "end"],
+        f"a head that asks for an upgrade is reported as {recorder.events}",
+    )
+
+
+def test_httptools_takes_empty_lines_for_no_beginning():
+    recorder = Recorder()
+    recorder.parser.feed_data(b"\r\n\r\n")
+    check(recorder.events == [], "an empty line begins a message")
+
+
+def test_a_fault_in_a_callback_stops_the_parser():
+    class Faulty(Recorder):
         def on_headers_complete(self) -> None:
             raise ValueError("a fault")
 
-        def send_400_response(self, msg: str) -> None:
-            self.answered = msg
-
-    async def app(scope, receive, send): ...
-
-    async def run() -> str:
-        connection = Faulty(uvicorn.Config(app, log_config=None), ServerState(), {})
-        connection.data_received(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        return connection.answered
-
-    check(bool(asyncio.run(run())), "a callback that raises no longer ends in send_400_response")
+    with pytest.raises(HttpParserError):
+        Faulty().parser.feed_data(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
 
 
 def test_status_lines_can_be_written():

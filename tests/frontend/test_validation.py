@@ -18,7 +18,7 @@ from frontend.generation.stop_strings import StopRule
 from frontend.http.json_body import decode_body
 from frontend.settings import SamplingDefaults
 
-LIMITS = ModelLimits("served", 1000, 4096, 8)
+LIMITS = ModelLimits("served", 1000, 4096, 8, allow_priority=True)
 USER = {"role": "user", "content": "Hi"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 ASKS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
@@ -61,7 +61,7 @@ BAD_EVERYWHERE = [
     ("min_tokens", [-1, 5000, "x"]),
     ("user", [5]),
     ("metadata", ["x", 5]),
-    ("priority", ["x", 1.5]),
+    ("priority", ["x", 1.5, -1001, 1001, -(2**63)]),
     ("prefix_cache", [1, "yes"]),
     ("cache_salt", [5, {}]),
     ("model", [7, "other", ""]),
@@ -131,6 +131,19 @@ def test_null_is_absent(name):
     assert given_null.prompts == absent.prompts
     assert given_null.stops == absent.stops
     assert given_null.generate.sampling.max_tokens == LIMITS.max_model_len
+
+
+@pytest.mark.parametrize("priority", [-1, 1])
+def test_only_an_instance_that_allows_it_lets_requests_overtake_others(priority):
+    closed = msgspec.structs.replace(LIMITS, allow_priority=False)
+    with pytest.raises(ApiError) as caught:
+        read_chat(as_body(messages=[USER], priority=priority), closed)
+    assert (caught.value.status, caught.value.param) == (400, "priority")
+    assert "--allow-priority" in caught.value.message
+    assert chat(priority=priority).generate.priority == priority
+    for harmless in (0, None):
+        request = read_chat(as_body(messages=[USER], priority=harmless), closed)
+        assert request.generate.priority == 0
 
 
 def test_values_arrive():

@@ -114,6 +114,30 @@ def test_a_page_takes_its_state_along(make_cache):
     assert stats.counts.evicted_states == 1
 
 
+def test_a_restarted_process_remembers_which_state_was_used_last(make_cache):
+    small = make_cache(num_pages=40, num_states=3)
+    small.clock.now = 1000
+    for name in ("a", "b", "c"):
+        small.store(prompt(name), anchors=(4,))
+    small.hit(prompt("a"))
+    small.restart()
+    small.store(prompt("d"), anchors=(4,))
+    assert [small.hit(prompt(name)) for name in "abcd"] == [4, 0, 4, 4]
+
+
+def test_a_use_is_later_than_all_before_though_the_clock_starts_anew(make_cache):
+    """As after a reboot that a pool outlives: what is used now is not the oldest."""
+    small = make_cache(num_pages=6)
+    small.clock.now = 1000
+    for name in ("aa", "bb", "cc"):
+        small.store(prompt(name))
+    small.clock.now = 0
+    small.restart()
+    small.hit(prompt("aa"))
+    small.store(prompt("dd"))
+    assert [small.hit(prompt(name)) for name in ("aa", "bb", "cc", "dd")] == [8, 0, 8, 8]
+
+
 def test_a_restarted_process_remembers_what_was_used_last(make_cache):
     small = make_cache(num_pages=6)
     small.clock.now = 1000

@@ -6,11 +6,14 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from hicache.errors import HostPoolError
+from hicache.pool.headers import HEADER_DTYPE, PAGE_KIND, HeaderTable
 from hicache.pool.host_pool import HostPool, PoolGeometry
 from hicache.pool.segment import create_segment
 
@@ -131,6 +134,40 @@ def test_a_changed_header_is_not_believed(segment, byte):
         assert valid == []
     else:
         assert damaged == ([] if byte in last_use else [1])
+
+
+class Watched(np.ndarray):
+    """Tells of each write, as a process that is killed right after it would leave the table."""
+
+    written: ClassVar[list[Callable[[], None]]] = []
+
+    def __setitem__(self, key, value) -> None:
+        super().__setitem__(key, value)
+        for tell in self.written:
+            tell()
+
+
+def test_whatever_word_was_written_last_a_valid_header_is_whole(monkeypatch):
+    rows, keys = slots(2, 0), [b"a" * 16, b"b" * 16]
+    memory = np.zeros(3, HEADER_DTYPE)
+    seen = HeaderTable(memory, PAGE_KIND)
+    whole = [(2, keys[0], bytes(16), 0, 77), (0, keys[1], keys[0], 1, 77)]
+    states = []
+
+    def look() -> None:
+        assert seen.damaged().tolist() == []
+        states.append(seen.valid_headers())
+
+    monkeypatch.setattr(Watched, "written", [look])
+    table = HeaderTable(memory.view(Watched), PAGE_KIND)
+    table.begin_write(rows)
+    table.publish(rows, keys, [bytes(16), keys[0]], np.array([0, 1], np.uint32), 77)
+    assert len(states) > 6
+    assert all(state == [] for state in states[:-1])
+    assert states[-1] == whole
+    states.clear()
+    table.begin_write(rows)
+    assert states and not any(states), "its first word says that the row changes"
 
 
 def test_two_processes_cannot_have_it_at_once(segment):

@@ -369,3 +369,25 @@ def test_rows_of_a_prompt_stay_together_in_a_pool_that_has_long_been_full(make_c
     assert stats.counts.evicted_pages > 10_000
     assert stats.pages_used > 0.95 * stats.num_pages
     assert pages / runs > 10
+
+
+def publish(headers, row: int, key: bytes, parent: bytes, depth: int) -> None:
+    rows = np.array([row], np.int32)
+    headers.begin_write(rows)
+    headers.publish(rows, [key], [parent], np.array([depth], np.uint32), 5)
+
+
+def test_rows_that_do_not_lie_where_they_say_are_not_recovered(make_cache):
+    """A page one deeper than its parent, and a state as deep as its page: else a prefix would be served
+    with a hole in it."""
+    small = make_cache(num_pages=6, num_states=3)
+    first, second, third, none = b"a" * 16, b"b" * 16, b"c" * 16, bytes(16)
+    publish(small.pool.page_headers, 0, first, none, 0)
+    publish(small.pool.page_headers, 1, second, first, 1)
+    publish(small.pool.page_headers, 2, third, first, 2)
+    publish(small.pool.state_headers, 0, first, none, 1)
+    publish(small.pool.state_headers, 1, second, none, 1)
+    small.restart()
+    stats = small.cache.stats()
+    assert (stats.pages_used, stats.states_used) == (2, 1)
+    small.cache.check_integrity()

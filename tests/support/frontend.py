@@ -19,7 +19,6 @@ import zmq
 from daemon.cli.check.event_stream import whole_stream
 from frontend.api.app import FrontendApp
 from frontend.gate import Gate
-from frontend.http.auth import ApiKeys
 from frontend.http.body_budget import BodyBudget
 from frontend.http.server import HttpLimits, HttpServer
 from frontend.links.body_reader import BodyReader
@@ -226,7 +225,6 @@ def frontend_settings(**changes: object) -> FrontendSettings:
         "listen_fd": -1,
         "model_dir": "",
         "model_name": MODEL,
-        "api_keys_file": None,
         "max_body_bytes": 4 << 20,
         "body_buffer_bytes": 64 << 20,
         "max_header_bytes": 32_768,
@@ -278,7 +276,6 @@ class ServedFrontend:
             router=client,
             gate=self.gate,
             texts=ByteTexts(),
-            keys=ApiKeys.load(self.settings.api_keys_file),
             metrics=metrics,
             ask_daemon=ask_daemon,
             bodies=BodyBudget(self.settings.body_buffer_bytes, self.settings.retry_after_seconds),

@@ -15,6 +15,7 @@ from hicache.copies.cache_copies import CacheCopies
 from hicache.copies.open import open_cache_copies
 from hicache.errors import HostPoolError
 from hicache.manager.host import HostPrefixCache
+from hicache.pool.headers import HeaderTable
 from hicache.pool.host_pool import HostPool, PoolGeometry
 from transport.ids import ProcessName, RequestId
 from transport.messages.generate import Generate, SamplingParams
@@ -31,10 +32,12 @@ COPY_SECONDS = 0.25
 
 class LateCopies:
     """Copies that are over only at the `delay`-th question. Pages are stored as late as a GPU may do it:
-    when the copy is over, or when a step or a load is about to overwrite them."""
+    when the copy is over, or when a step or a load is about to overwrite them. Until a load is over, the
+    host rows that it reads must not be given to anybody who writes."""
 
-    def __init__(self, copies: CacheCopies, delay: int) -> None:
+    def __init__(self, copies: CacheCopies, pool: HostPool, delay: int) -> None:
         self._copies = copies
+        self._pool = pool
         self._delay = delay
         self._stores: list[tuple[set[int], _Late]] = []
         self.refused: set[str] = set()
@@ -53,13 +56,13 @@ class LateCopies:
     def close(self) -> None:
         """Let go of the pool, as a worker does that ends amid copies."""
         self._stores.clear()
-        self._copies = None
+        self._copies = self._pool = None
 
     def load_pages(self, pages, host_pages):
         self._ask("load_pages")
         self.before_step(pages)
         self._copies.load_pages(pages, host_pages)
-        return _Late(self._delay)
+        return _Late(self._delay, self._check_kept(self._pool.page_headers, host_pages))
 
     def store_pages(self, pages, host_pages):
         self._ask("store_pages")
@@ -67,10 +70,20 @@ class LateCopies:
         self._stores.append((set(pages.tolist()), late))
         return late
 
-    def load_state(self, *arguments):
+    def load_state(self, slot, position, host_state):
         self._ask("load_state")
-        self._copies.load_state(*arguments)
-        return _Late(self._delay)
+        self._copies.load_state(slot, position, host_state)
+        return _Late(self._delay, self._check_kept(self._pool.state_headers, [host_state]))
+
+    def _check_kept(self, headers: HeaderTable, rows) -> Callable[[], None]:
+        def writes() -> list[int]:
+            return headers._table["generation"][rows].tolist()
+
+        def check() -> None:
+            assert writes() == before, "a host row was written while it was loaded"
+
+        before = writes()
+        return check
 
     def store_state(self, *arguments):
         self._ask("store_state")
@@ -81,12 +94,12 @@ class LateCopies:
 @dataclass
 class _Late:
     left: int
-    copy: Callable[[], object] | None = None
+    finish: Callable[[], object] | None = None
 
     def make(self) -> None:
-        copy, self.copy = self.copy, None
-        if copy is not None:
-            copy()
+        finish, self.finish = self.finish, None
+        if finish is not None:
+            finish()
 
     def done(self) -> bool:
         self.left -= 1
@@ -122,7 +135,7 @@ class Rank:
         copies = open_cache_copies(
             self.engine.device_cache(), pool.memory, pool.pages, pool.states, "auto"
         )
-        self.copies = LateCopies(copies, delay)
+        self.copies = LateCopies(copies, pool, delay)
         manager = HostPrefixCache(self.pool, layout, self.copies, MetricSet(), PLENTY)
         self.cache, self.transfers = manager.cache, manager.transfers
         self.prefills = manager.prefills

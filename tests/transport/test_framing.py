@@ -29,6 +29,7 @@ SIMPLE = {
     int: st.integers(-(2**63), 2**63 - 1),
     float: st.floats(allow_nan=False),
     str: st.text(max_size=8),
+    bytes: st.binary(max_size=8),
     bool: st.booleans(),
     type(None): st.none(),
 }

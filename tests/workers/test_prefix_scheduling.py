@@ -236,3 +236,65 @@ def test_a_hit_is_loaded_with_the_first_chunk(make_rank):
     (load,) = rank.scheduler.next_step().plan.loads
     assert (load.slot, load.hit.num_tokens) == (sequence.slot, sequence.prefix.cached_tokens)
     assert list(load.pages) == sequence.pages[: load.hit.num_tokens // PAGE]
+
+
+def test_a_moved_prompt_takes_nothing_that_reaches_into_its_replayed_rows(make_rank):
+    """They are those at the end of what the client sent, not of what has been generated since."""
+    rank = make_rank(5, 11)
+    tokens = list(range(20)) * 3
+    rank.add(0, tokens, 1)
+    rank.run()
+    rank.add(1, tokens, 4, prompt_len=30)  # its other tokens were generated elsewhere
+    rank.run()
+    assert rank.cached_of(1)[0] <= 30 - 11
+    assert rank.tokens_of(1) == rank.simulate(tokens, 4)[: len(rank.tokens_of(1))]
+    rank.check_rest()
+
+
+def test_what_is_replayed_after_a_preemption_is_what_the_client_sent(make_rank):
+    rank = make_rank(5, 11, max_num_seqs=1)
+    prompt = list(range(20)) * 2
+    rank.add(0, prompt, 30)
+    while len(rank.tokens_of(0)) < 20:
+        rank.turn()
+    rank.add(1, [5] * 9, 2, priority=-1)
+    while not rank.tokens_of(1):
+        rank.turn()
+    assert rank.scheduler.counts.preemptions == 1
+    plans = []
+    launch = rank.engine.launch
+    rank.engine.launch = lambda plan: plans.append(plan) or launch(plan)
+    rank.run()
+    assert rank.tokens_of(0) == rank.simulate(prompt, 30)
+    assert {chunk.replay_from for plan in plans for chunk in plan.prompts} == {len(prompt) - 11}
+
+
+def test_a_hit_is_kept_until_its_load_is_over(make_rank):
+    rank = make_rank(5, 11, delay=4)
+    prompt = [4] * 50
+    rank.add(0, prompt, 1)
+    rank.run()
+    rank.add(1, prompt, 1)
+    step = rank.scheduler.next_step()
+    pinned = []
+    rank.transfers.load(step.plan.loads, step.plan.written_pages)
+    while rank.transfers.num_open:
+        pinned.append(rank.cache.stats().pages_pinned)
+        rank.transfers.poll()
+    assert len(pinned) > 1 and all(pinned), "its pages could be overwritten while they are read"
+    assert rank.cache.stats().pages_pinned == 0
+
+
+@pytest.mark.parametrize(("window", "keep"), [(0, 0), (5, 11)])
+def test_a_store_does_not_write_to_what_a_load_still_reads(make_rank, window, keep):
+    rank = make_rank(window, keep, host_pages=7, host_states=2, delay=40, budget=100)
+    prompt = [4] * 50
+    rank.add(0, prompt, 1)
+    rank.run()
+    rank.add(1, prompt, 1)
+    rank.turn()
+    rank.add(2, [5] * 60, 1)  # there is room for it only where the first one's pages are
+    rank.run()
+    assert rank.cached_of(1)[0] > 0
+    assert rank.tokens_of(1) == rank.tokens_of(0) == rank.simulate(prompt, 1)
+    rank.check_rest()

@@ -248,3 +248,23 @@ def test_prompts_that_are_half_computed_do_not_keep_a_better_one_from_starting()
             step.launched = engine.launch(step.plan)
             finished += [row.sequence.key[0] for row in scheduler.collect().rows]
     assert finished == ["r2", "r1", "r0"]
+
+
+def test_of_those_that_may_give_way_the_last_in_rank_does():
+    engine = FakeEngine(FakeEngineSettings(VOCAB, 20, 2, 100, page_tokens=PAGE))
+    scheduler = Scheduler(engine.info, 64, 1)
+    for number, priority in enumerate((3, 5)):
+        scheduler.add(make_sequence(number, Wanted([number], 20, 0, True, priority, 0, None, None)))
+    order = []
+    for turn in range(200):
+        if turn == 3:
+            scheduler.add(make_sequence(2, Wanted([3], 2, 0, True, 0, 0, None, None)))
+        step = scheduler.next_step()
+        if step is None:
+            break
+        step.launched = engine.launch(step.plan)
+        for row in scheduler.collect().rows:
+            if row.finish != RUNNING:
+                order.append(row.sequence.key[0])
+    assert order == ["r2", "r0", "r1"]
+    assert scheduler.counts.preemptions == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
+import msgspec
 from msgspec.msgpack import Decoder
 
 from transport.ids import ProcessName
@@ -13,13 +14,28 @@ from transport.messages.control import CacheCommand, DumpStacks, SetLogLevel
 InstanceState = Literal["starting", "ready", "degraded", "draining"]
 
 
+class ApiKeys(msgspec.Struct, frozen=True):
+    """What opens the API, and what opens its administration paths. None of a kind: no key is asked
+    for there, or where there are only users' keys, one of those opens everything."""
+
+    users: tuple[bytes, ...] = ()
+    admins: tuple[bytes, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"ApiKeys({len(self.users)} for users, {len(self.admins)} for administration)"
+
+
+NO_KEYS: Final = ApiKeys()
+
+
 class InstanceStatus(Message, frozen=True):
-    """May requests come in? Answered with `StatusHeld`."""
+    """May requests come in, and with which keys? Answered with `StatusHeld`."""
 
     state: InstanceState
     reason: str = ""
     serial: int = 0
     """0: nobody waits for the answer."""
+    keys: ApiKeys = NO_KEYS
 
 
 class PeerLost(Message, frozen=True):

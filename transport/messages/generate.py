@@ -100,7 +100,8 @@ class TokenBatch(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """Stop working on a request or on one of its choices; idempotent. Also router -> worker."""
+    """Stop working on a request or on one of its choices; idempotent. Also router -> tokenizer, which
+    answers the prompt's `Encode` with `RequestFailed` then, and router -> worker."""
 
     request_id: RequestId
     index: int = ALL_CHOICES

@@ -40,8 +40,8 @@ class CommandDone(Message, frozen=True):
 
 
 class Query(Message, frozen=True):
-    """A client asks for `status`, `processes`, `requests`, `queues`, `cache`, `sockets`, `metrics` or
-    `state`. Answered with `Answer`."""
+    """A client asks for `status`, `processes`, `requests`, `queues`, `cache`, `sockets`, `keys`,
+    `metrics` or `state`. Answered with `Answer`."""
 
     what: str
     serial: int = 0
@@ -55,6 +55,13 @@ class StopInstance(Message, frozen=True):
     serial: int = 0
 
 
+class ReloadKeys(Message, frozen=True):
+    """A client wants the files of API keys to be read again. Answered with `Answer`: the `KeysReport`,
+    or why the keys stay as they are."""
+
+    serial: int = 0
+
+
 ToDaemon = (
     Hello
     | StateChanged
@@ -63,6 +70,7 @@ ToDaemon = (
     | CommandDone
     | Query
     | StopInstance
+    | ReloadKeys
     | DumpStacks
     | SetLogLevel
     | CacheCommand

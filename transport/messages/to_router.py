@@ -55,6 +55,8 @@ class Submit(Message, frozen=True):
     """For `text`: let the tokenizer add its own begin and end tokens."""
     call: RequestId = RequestId("")
     """The HTTP request, where this is one of its several prompts: `--max-waiting` counts it once."""
+    call_choices: int = 0
+    """Choices of all prompts of the HTTP request; 0: there is but this prompt."""
 
 
 FromFrontend = Submit | Encode | Cancel | Throttle

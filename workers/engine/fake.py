@@ -3,7 +3,8 @@
 Not a language model: it exists to check and to measure everything around one. In checking mode each
 token is a hash of all tokens before it, read back through the block table from the page pool, and, with
 a window, of the last tokens as the slot's state has them: a wrong page, position, state or stale block
-table changes the output. In fast mode a token costs next to nothing.
+table changes the output. Chunks that do not mind `keep_tokens` are refused. In fast mode a token costs
+next to nothing.
 """
 
 from __future__ import annotations
@@ -144,6 +145,11 @@ class FakeEngine:
             self._wanted_logprobs[chunk.slot] = chunk.sampling.logprobs
 
     def _run_chunk(self, chunk: PromptChunk) -> int | None:
+        replay_from = max(0, chunk.prompt_len - (self._settings.keep_tokens or chunk.prompt_len))
+        if chunk.replay_from != replay_from:
+            raise ValueError(f"rows are replayed from {chunk.replay_from}, not from {replay_from}")
+        if chunk.begin and self._settings.keep_tokens and chunk.start > replay_from:
+            raise ValueError(f"a hit of {chunk.start} tokens skips rows that are replayed")
         self._set_up(chunk)
         for offset, token in enumerate(chunk.tokens if self._settings.checking else ()):
             self._write(chunk.slot, chunk.start + offset, int(token))

@@ -14,7 +14,8 @@ class BlockManager:
 
     When they run out, the sequence last in order among those that hold something is preempted, if it
     comes after the one that asks. So the first in order always gets on: nothing starves and nothing
-    deadlocks. A reserved sequence is not preempted, since somebody else writes its pages.
+    deadlocks. Paused ones come last in order, and so give way first. A reserved sequence is not
+    preempted, since somebody else writes its pages.
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class BlockManager:
         self._slots = IndexPool(num_slots)
         self.page_tokens = page_tokens
         self._preempt = preempt
-        self._holders = SequenceQueue()
+        self.holders = SequenceQueue()
         """All that have a slot."""
 
     @property
@@ -65,7 +66,7 @@ class BlockManager:
         if self._slots.num_used == (victim is not None):
             return True  # it would be alone
         room = self._pages.num_free
-        for other in self._holders:
+        for other in self.holders:
             if _gives_way(other, sequence):
                 room += len(other.pages)
             else:
@@ -85,7 +86,7 @@ class BlockManager:
         missing = self._pages_for(num_tokens)
         if not self._slots.num_free:
             return False
-        if missing + spare > self._pages.num_free - sum(map(self._promised, self._holders)):
+        if missing + spare > self._pages.num_free - sum(map(self._promised, self.holders)):
             return False
         self._take_slot(sequence)
         sequence.pages += self._pages.take(missing)
@@ -102,7 +103,7 @@ class BlockManager:
 
     def _take_slot(self, sequence: Sequence) -> None:
         sequence.slot = self._slots.take(1)[0]
-        self._holders.add(sequence)
+        self.holders.add(sequence)
 
     # ---- pages --------------------------------------------------------------------------------
 
@@ -133,10 +134,10 @@ class BlockManager:
         if sequence.slot is not None:
             self._slots.give_back([sequence.slot])
             sequence.slot = None
-            self._holders.remove(sequence)
+            self.holders.remove(sequence)
 
     def _last_after(self, sequence: Sequence) -> Sequence | None:
-        for other in reversed(self._holders):
+        for other in reversed(self.holders):
             if _gives_way(other, sequence):
                 return other
         return None
@@ -154,7 +155,7 @@ class BlockManager:
         self._pages.check_integrity(page for s in sequences for page in s.pages)
         self._slots.check_integrity(s.slot for s in sequences if s.slot is not None)
         holders = sorted((s for s in sequences if s.slot is not None), key=lambda s: s.order)
-        if list(self._holders) != holders:
+        if list(self.holders) != holders:
             raise AssertionError("the holders are not those that have a slot, in order")
         for sequence in sequences:
             if self._pages_for(sequence.num_computed) > len(sequence.pages):

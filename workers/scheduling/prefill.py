@@ -40,7 +40,7 @@ class Prefill:
         rows: list[StepRow] = []
         budget = self._max_batched_tokens
         for sequence in waiting:
-            if budget <= 0:
+            if budget <= 0 or sequence.paused:  # and so are all that follow
                 break
             if sequence.slot is None:
                 if self._prefixes.should_wait(sequence.prefix):

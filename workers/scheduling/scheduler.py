@@ -4,8 +4,9 @@ A step is a prompt step (chunks of prompts, bounded by a token budget) or a deco
 every running sequence). Prompt steps run at once when nothing decodes; otherwise at most one per
 `prefill_any_interval` decode steps, so that arriving prompts do not stop the streams.
 
-Who goes first is `Sequence.order`: priority, then arrival. Pages are handed out chunk by chunk. When
-they run out, the sequences last in order lose theirs and are recomputed later (preemption).
+Who goes first is `Sequence.order`: priority, then arrival, and those that are paused after all others.
+Pages are handed out chunk by chunk. When they run out, the sequences last in order lose theirs and are
+recomputed later (preemption), a paused one not before it is read again.
 
 A step comes about in three calls, which `next_step` makes in one go: `next_kind` looks, `fill` finds
 sequences, pages and slots, `commit` makes the progress. Ranks that run their steps together vote in
@@ -70,6 +71,7 @@ class Scheduler:
         """The choices that are here, by their index."""
         self._waiting = SequenceQueue()
         self._running = SequenceQueue()
+        self._queues = (self._waiting, self._running, self.blocks.holders)
         self._in_flight: deque[InFlightStep] = deque()
         self._last_step = 0
         self.counts = SchedulerCounts()
@@ -166,8 +168,13 @@ class Scheduler:
             self._finish(sequence)
 
     def throttle(self, request_id: RequestId, index: int, paused: bool) -> None:
+        """Pause sequences that nobody reads, or let them go on. A paused sequence keeps its slot and its
+        pages until another one needs them."""
         for sequence in self._matching(request_id, index):
+            queues = [queue for queue in self._queues if queue.remove(sequence)]
             sequence.paused = paused
+            for queue in queues:
+                queue.add(sequence)
 
     def _matching(self, request_id: RequestId, index: int) -> list[Sequence]:
         choices = self._requests.get(request_id, {})
@@ -194,7 +201,9 @@ class Scheduler:
         """What this rank would run next. Changes nothing. A prompt step may turn out to be empty, as
         when there are no pages for it."""
         can_decode = any(sequence.may_decode for sequence in self._running)
-        if self._waiting and (self._decodes_since_prompt >= self._interval or not can_decode):
+        first = self._waiting.first
+        can_start = first is not None and not first.paused
+        if can_start and (self._decodes_since_prompt >= self._interval or not can_decode):
             return StepKind.PROMPT
         return StepKind.DECODE if can_decode else StepKind.IDLE
 

@@ -50,6 +50,7 @@ class Sequence:
     arrival: float = 0.0
     status: Status = Status.WAITING
     paused: bool = False
+    """Its client does not read what it has got."""
     reported: bool = False
     """Whether `started` has gone out."""
     generated: list[int] = field(default_factory=list)
@@ -79,9 +80,9 @@ class Sequence:
         )
 
     @property
-    def order(self) -> tuple[int, float, SequenceKey]:
-        """Sort key: who runs first, and who gives way last."""
-        return (self.generate.priority, self.arrival, self.key)
+    def order(self) -> tuple[bool, int, float, SequenceKey]:
+        """Sort key: who runs first, and who gives way last. Slots belong to those who are read."""
+        return (self.paused, self.generate.priority, self.arrival, self.key)
 
     @property
     def may_decode(self) -> bool:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
 
+import numpy as np
+import psutil
 import pytest
 import zmq
 
+from frontend.tokenizer.encoder import EncodedPrompt
 from frontend.tokenizer.errors import PromptError
 from frontend.tokenizer.run import TokenizerLoop
+from transport.framing import read_tokens
 from transport.ids import ProcessName, RequestId
 from transport.messages.base import Hello
-from transport.messages.generate import Encode, RequestFailed
+from transport.messages.generate import Cancel, Encode, Encoded, RequestFailed
+from transport.prompt_turns import LONG_PROMPT_BYTES
 from transport.telemetry.metrics import MetricSet
 
 HELLO = Hello(1, "tokenizer", ProcessName("tokenizer/0"), 1, "hash")
@@ -22,10 +32,13 @@ class Dealer:
 
     def __init__(self) -> None:
         self.sent: list[object] = []
+        self.ids: dict[str, list[int]] = {}
         self.can_send = True
 
-    def send(self, message: object, *_frames: object) -> bool:
+    def send(self, message: object, *frames: object) -> bool:
         self.sent.append(message)
+        if isinstance(message, Encoded):
+            self.ids[message.request_id] = read_tokens(frames[0]).tolist()
         return True
 
 
@@ -49,8 +62,136 @@ def test_who_is_to_blame(fault, status, code, param, caplog):
     loop = TokenizerLoop(BrokenEncoder(fault), dealer, HELLO, threading.Event(), None, MetricSet())
     job = Encode(RequestId("r-1"), "chat")
     loop.on_message(job, [zmq.Frame(b"{}")])
+    loop.work()
     (answer,) = dealer.sent
     assert isinstance(answer, RequestFailed)
     assert (answer.status, answer.code, answer.param) == (status, code, param)
     assert "defect of ours" not in answer.message
     assert ("defect of ours" in caplog.text) == (status == 500)
+
+
+class Encoder:
+    """Encodes a text to its length. What begins with a word of `faults` has that done to it first."""
+
+    def __init__(self, **faults: Callable[[], object]) -> None:
+        self._faults = faults
+
+    def encode_text(self, text: str, _add_special_tokens: bool) -> EncodedPrompt:
+        fault = self._faults.get(text.partition(" ")[0])
+        if fault is not None:
+            fault()
+        return EncodedPrompt(np.array([len(text)], np.int32), 0.0, 0.0)
+
+
+def long(word: str) -> str:
+    return f"{word} " + "x" * LONG_PROMPT_BYTES
+
+
+@pytest.fixture
+def blocked() -> Iterator[Callable[[], object]]:
+    """What never ends by itself, in whichever process."""
+    read_end, write_end = os.pipe()
+    yield lambda: os.read(read_end, 1)
+    os.close(read_end)
+    os.close(write_end)
+
+
+class Tokenizer:
+    """A loop without sockets."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.dealer = Dealer()
+        self.loop = TokenizerLoop(encoder, self.dealer, HELLO, threading.Event(), None, MetricSet())
+
+    def give(self, name: str, text: str) -> None:
+        self.loop.on_message(Encode(RequestId(name), "text"), [zmq.Frame(text.encode())])
+
+    def cancel(self, name: str) -> None:
+        self.loop.on_message(Cancel(RequestId(name)), [])
+
+    def work_until_answered(self, count: int) -> list[tuple[str, str]]:
+        """(request, kind of answer) of the first answers, in their order."""
+        while len(self.dealer.sent) < count:
+            self.loop.work()
+            if len(self.dealer.sent) < count and not self.loop.has_short:
+                assert select.select([self.loop.fork_fd], [], [], 60.0)[0], "no answer"
+        return [
+            (m.request_id, m.code if isinstance(m, RequestFailed) else "ids")
+            for m in self.dealer.sent
+        ]
+
+
+@pytest.fixture
+def tokenizer() -> Iterator[Callable[..., Tokenizer]]:
+    loops: list[TokenizerLoop] = []
+
+    def make(**faults: Callable[[], object]) -> Tokenizer:
+        made = Tokenizer(Encoder(**faults))
+        loops.append(made.loop)
+        return made
+
+    yield make
+    for loop in loops:
+        with closing(loop):
+            pass
+    assert not psutil.Process().children()
+
+
+def test_a_long_prompt_is_answered_like_a_short_one(tokenizer):
+    one = tokenizer()
+    one.give("long", long("a"))
+    one.give("short", "abc")
+    one.work_until_answered(2)
+    assert one.dealer.ids == {"long": [len(long("a"))], "short": [3]}
+
+
+def test_short_prompts_pass_a_long_one_that_is_being_encoded(tokenizer, blocked):
+    one = tokenizer(stuck=blocked)
+    one.give("long", long("stuck"))
+    one.loop.work()
+    for name in ("a", "b"):
+        one.give(name, name)
+    assert one.work_until_answered(2) == [("a", "ids"), ("b", "ids")]
+
+
+def test_a_cancelled_prompt_is_not_encoded_any_further(tokenizer, blocked):
+    one = tokenizer(stuck=blocked)
+    one.give("running", long("stuck"))
+    one.give("waiting", long("stuck"))
+    one.give("wanted", long("a"))
+    one.give("short", "stuck")
+    one.cancel("short")
+    one.loop.work()
+    assert len(psutil.Process().children()) == 1
+    one.cancel("running")
+    assert not psutil.Process().children()
+    one.cancel("waiting")
+    assert one.work_until_answered(4) == [
+        ("short", "cancelled"), ("running", "cancelled"), ("waiting", "cancelled"),
+        ("wanted", "ids"),
+    ]  # fmt: skip
+    one.cancel("wanted")
+    assert len(one.dealer.sent) == 4, "each prompt is answered once"
+
+
+@pytest.mark.parametrize(
+    "death", [lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: os._exit(0)]
+)
+def test_a_long_prompt_that_kills_its_process_ends_alone(tokenizer, death):
+    one = tokenizer(deadly=death)
+    one.give("a", long("deadly"))
+    one.give("b", long("b"))
+    assert one.work_until_answered(2) == [("a", "tokenizer_failed"), ("b", "ids")]
+
+
+def test_what_a_lost_router_asked_for_is_dropped(tokenizer, blocked, monkeypatch):
+    one = tokenizer(stuck=blocked)
+    monkeypatch.setattr(one.loop, "_daemon", type("", (), {"set_state": lambda *_: None})())
+    one.give("a", long("stuck"))
+    one.loop.work()
+    one.give("b", long("b"))
+    one.give("c", "c")
+    one.loop.on_router_lost()
+    one.loop.work()
+    assert not psutil.Process().children()
+    assert one.dealer.sent == []

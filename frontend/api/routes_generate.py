@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from functools import partial
 from typing import TypeVar
 
 from starlette.types import Receive, Scope, Send
@@ -70,9 +71,11 @@ class GenerateEndpoint:
         call = call_of(scope)
         head = AnswerHead(dialect.id_prefix + call.id, int(time.time()), limits.model_name)
         job = services.new_job(call, request)
-        writer = dialect.writer(head, request, services.texts, job.usage)
         stages = StageTimes()
         try:
+            make = partial(dialect.writer, head, request, services.texts, job.usage)
+            # To decode the ids of long prompts would hold up the event loop.
+            writer = await asyncio.to_thread(make) if request.echoes_ids else make()
             if request.stream:
                 await self._stream(call, receive, send, job, writer)
             else:

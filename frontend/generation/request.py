@@ -55,6 +55,10 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     continuous_usage: bool
 
     @property
+    def echoes_ids(self) -> bool:
+        return any(isinstance(prompt.echo, list) for prompt in self.prompts)
+
+    @property
     def wants_logprobs(self) -> bool:
         return self.generate.sampling.logprobs >= 0
 

@@ -20,7 +20,7 @@ class DisconnectWatch:
 
     One task a request waits for it. The body must have been read before."""
 
-    def __init__(self, receive: Receive, on_gone: Callable[[], None]) -> None:
+    def __init__(self, receive: Receive, on_gone: Callable[[], object]) -> None:
         self._receive = receive
         self._on_gone = on_gone
         self._task: asyncio.Task[None] | None = None
@@ -52,12 +52,13 @@ async def unless_gone(receive: Receive, work: Coroutine[None, None, T]) -> T:
         ClientGone: the client left.
     """
     task = asyncio.ensure_future(work)
-
-    def leave() -> None:
-        task.cancel()
-
-    async with DisconnectWatch(receive, leave):
+    async with DisconnectWatch(receive, task.cancel):
         await asyncio.wait([task])
     if task.cancelled():
         raise ClientGone
-    return task.result()
+    try:
+        return task.result()
+    finally:
+        del (
+            task
+        )  # holds the error, whose traceback holds this frame, and with it the request's body

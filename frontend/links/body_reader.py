@@ -94,7 +94,11 @@ class BodyReader:
         # A caller that is cancelled leaves the exchange to its end: the next one needs whole frames.
         exchange = asyncio.ensure_future(self._exchange(Errand(form.name, limits), body))
         exchange.add_done_callback(self._end_turn)
-        return form.decoder.decode(await asyncio.shield(exchange))
+        try:
+            reply = await asyncio.shield(exchange)
+        finally:
+            del exchange  # holds the error, whose traceback holds this frame, and with it the body
+        return form.decoder.decode(reply)
 
     async def close(self) -> None:
         """Nobody reads any more."""

@@ -62,7 +62,7 @@ class Texts:
 
 
 def writer(dialect, **fields):
-    request = dialect.read(json.dumps({**BODIES[dialect], **fields}).encode(), LIMITS)
+    request = dialect.form.read(json.dumps({**BODIES[dialect], **fields}).encode(), LIMITS)
     return dialect.writer(AnswerHead("id-1", 7, "m"), request, Texts(), lambda: Usage(3, 2, 5))
 
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
+import threading
 
 import pytest
 
+from frontend.api import tokenize
 from frontend.api.openai_chat import CHAT
 from frontend.api.openai_completions import COMPLETIONS
 from frontend.api.tokenize import DETOKENIZE, TOKENIZE
 from frontend.errors import ApiError
 from frontend.generation.request import ModelLimits
 from frontend.http import json_body
+from frontend.http.body_budget import BodyShare
 from frontend.links import body_reader
 from frontend.links.body_reader import BodyReader
 from tests.support.frontend import frontend_settings, request_http
+from tests.support.waiting import eventually
 from transport.messages.to_router import Submit
 
 LIMITS = ModelLimits("served", 1000, 4096, 8)
@@ -107,3 +112,41 @@ def test_a_large_body_is_not_read_on_the_event_loop(serve, monkeypatch):
     answer = request_http(server, "POST", "/detokenize", {"tokens": [65] * 50_000})
     assert answer.json["error"]["code"] == "context_length_exceeded"
     assert server.services.bodies.held == 0
+
+
+def test_a_refused_body_is_not_kept(serve):
+    """No cycle of references holds it until somebody looks for cycles."""
+    server = serve()
+    gc.collect()
+    gc.disable()
+    try:
+        body = b'{"messages": [], "user": "%s"}' % (b"a" * 200_000)
+        assert request_http(server, "POST", "/v1/chat/completions", body).status == 400
+        eventually(lambda: not any(isinstance(part, BodyShare) for part in gc.get_objects()))
+    finally:
+        gc.enable()
+
+
+def test_ids_become_text_beside_the_event_loop(serve, monkeypatch):
+    server = serve()
+    threads = []
+
+    def decode(ids) -> str:
+        threads.append(threading.get_ident())
+        return "text"
+
+    monkeypatch.setattr(server.services.texts, "decode", decode, raising=False)
+    body = {"prompt": [[65], [66]], "echo": True, "max_tokens": 1}
+    answer = request_http(server, "POST", "/v1/completions", body)
+    assert [choice["text"][:4] for choice in answer.json["choices"]] == ["text", "text"]
+    assert request_http(server, "POST", "/detokenize", {"tokens": [65]}).json["prompt"] == "text"
+    assert len(threads) == 3
+    assert server.call(threading.get_ident) not in threads
+
+
+def test_many_ids_of_a_text_are_all_answered(serve, monkeypatch):
+    monkeypatch.setattr(tokenize, "IDS_PER_TURN", 1000)
+    text = "ab" * 2000
+    answer = request_http(serve(), "POST", "/tokenize", {"prompt": text}).json
+    assert answer["tokens"] == list(text.encode())
+    assert answer["count"] == 4000

@@ -285,7 +285,7 @@ def small_server(serve):
     """A pool of twelve pages for eight sequences, and little room to wait."""
     pool = 12.5 * 65_536 / 1e9
     with serve(
-        kv_cache_gb=pool, max_num_seqs=8, max_batched_tokens=96, max_waiting=24, allow_priority=True
+        kv_cache_gb=pool, max_num_seqs=8, max_batched_tokens=96, max_waiting=16, allow_priority=True
     ) as server:  # fmt: skip
         yield server.ready()
 

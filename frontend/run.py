@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import sys
 import time
@@ -18,6 +19,7 @@ from frontend.errors import ApiError
 from frontend.gate import Gate
 from frontend.generation.text_decoding import TokenTexts
 from frontend.http.body_budget import BodyBudget
+from frontend.http.page_rules import PageRules
 from frontend.http.server import HttpLimits, HttpServer
 from frontend.links.body_reader import BodyReader
 from frontend.links.daemon_client import DaemonClient
@@ -65,6 +67,7 @@ class Frontend:
             texts=texts,
             metrics=metrics,
             ask_daemon=self._daemon.ask,
+            pages=PageRules(settings.cors_origin, settings.host, _address_of(settings.listen_fd)),
             bodies=BodyBudget(settings.body_buffer_bytes, settings.retry_after_seconds),
             body_reader=self._body_reader,
             started_at=int(time.time()),
@@ -152,6 +155,12 @@ class Frontend:
         if self._services.jobs:
             log.warning("ending %d requests that did not finish in time", len(self._services.jobs))
         self._services.end_all(ApiError(503, "The server is shutting down.", retry_after=1))
+
+
+def _address_of(listen_fd: int) -> str:
+    with socket.socket(fileno=os.dup(listen_fd)) as listener:
+        address: str = listener.getsockname()[0]
+        return address
 
 
 async def _run(process: Process[FrontendSettings, FrontendNotice], texts: TokenTexts) -> None:

@@ -14,6 +14,7 @@ from frontend.generation.text_decoding import TokenTexts
 from frontend.http.body_budget import BodyBudget
 from frontend.http.body_limits import BodyLimits
 from frontend.http.call import Call
+from frontend.http.page_rules import PageRules
 from frontend.http.stream_buffer import StreamBuffer
 from frontend.links.body_reader import BodyReader
 from frontend.links.router_client import RouterClient
@@ -47,6 +48,7 @@ class Services:
     ask_daemon: Callable[[Query | CacheCommand], Awaitable[bytes]]
     started_at: int
     """Seconds since 1970."""
+    pages: PageRules
     bodies: BodyBudget
     body_reader: BodyReader
     jobs: set[Job] = field(default_factory=set)

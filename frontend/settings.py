@@ -39,6 +39,10 @@ class FrontendSettings(msgspec.Struct, frozen=True):
     """Everything that one frontend process is told."""
 
     process: ProcessSettings
+    host: str
+    """What `listen_fd` was told to listen on."""
+    cors_origin: tuple[str, ...]
+    """Origins whose pages may use this server."""
     listen_fd: int
     """The listening socket, opened by the daemon and shared by all frontends."""
     model_dir: str

@@ -160,7 +160,7 @@ async def _exchange(
     try:
         payload = b"" if body is None else json.dumps(body).encode()
         writer.write(
-            f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: chaos\r\n"
+            f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: localhost\r\n"
             f"Connection: close\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(payload)}\r\n\r\n".encode()
             + payload

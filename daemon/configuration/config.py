@@ -23,6 +23,8 @@ from workers.settings import Accelerator, DType, EngineKind, KVDType, LoadFormat
 DEFAULT_MODEL: Final = "SmolLM2-135M-Instruct"
 INSTANCE_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
+ORIGIN_PATTERN: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s*,@]+")
+
 SamplingSource = Literal["model", "openai"]
 
 _MODEL = Parameter(group=Group("Model", sort_key=1))
@@ -43,6 +45,23 @@ _NOT_NEGATIVE = _within(0)
 _AT_LEAST_ONE = _within(1)
 _ABOVE_ZERO = Parameter(validator=Number(gt=0))
 _SHARE = Parameter(validator=Number(gt=0, lte=1))
+
+
+def check_origins(_type: object, values: tuple[str, ...]) -> None:
+    """An origin is what browsers send: no path, no pattern, and not `null`, which is every sandbox.
+
+    Raises:
+        ValueError: one of them is no origin.
+    """
+    for value in values:
+        if not ORIGIN_PATTERN.fullmatch(value):
+            raise ValueError(
+                f"{value!r} is no origin: write scheme, host and port as browsers send them, such as "
+                "https://chat.example or http://localhost:3000."
+            )
+
+
+_ORIGINS = Parameter(validator=check_origins, negative=())
 
 
 def check_instance_name(_type: object, value: str) -> None:
@@ -175,6 +194,9 @@ class InstanceConfig:
     admin_keys_file: Annotated[Path | None, _HTTP] = None
     """File with the keys that open /metrics and /deepinfer/..., and everything else, too. Default: those
     of --api-keys-file open them."""
+    cors_origin: Annotated[tuple[str, ...], _HTTP, _ORIGINS] = ()
+    """Origin, such as https://chat.example, whose pages may use the API from a browser; may be given
+    more than once. Default: no page may."""
     max_body_mb: Annotated[float, _HTTP, _ABOVE_ZERO] = 32.0
     """Largest request body, in MB."""
     body_buffer_mb: Annotated[float, _HTTP, _ABOVE_ZERO] = 256.0

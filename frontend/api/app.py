@@ -27,7 +27,7 @@ from frontend.errors import ApiError, ClientGone
 from frontend.http.access_log import log_call, log_refusal
 from frontend.http.auth import check_key
 from frontend.http.call import Call
-from frontend.http.reply import send_error
+from frontend.http.reply import send_bytes, send_error
 from frontend.services import Services
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
@@ -66,8 +66,8 @@ def _routes(services: Services) -> list[Route]:
 
 
 class FrontendApp:
-    """Gives each request an id, checks the API key, turns every failure into an error object, and
-    counts and logs the end."""
+    """Gives each request an id, checks where it comes from and its API key, turns every failure into an
+    error object, and counts and logs the end."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -80,13 +80,15 @@ class FrontendApp:
             return
         call = Call(scope)
         has_started = False
+        marks = self._services.pages.answer_headers(call.headers)
+        marks.append((b"x-request-id", call.request_id.encode()))
 
         async def send_marked(message: Message) -> None:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
                 call.status = message["status"]
-                message["headers"].append((b"x-request-id", call.request_id.encode()))
+                message["headers"].extend(marks)
             await send(message)
 
         try:
@@ -112,8 +114,14 @@ class FrontendApp:
         path: str = scope["path"]
         if len(path) > 1 and path.endswith("/"):
             path = scope["path"] = path.rstrip("/") or "/"
+        pages = self._services.pages
+        preflight = pages.preflight_headers(scope["method"], call.headers)
+        if preflight is not None:
+            return await send_bytes(send, 200, b"", headers=preflight)
         if path not in OPEN_PATHS:
             keys = self._services.gate.keys()
+            if not keys.users:
+                pages.check(call.headers)
             check_key(keys, call.headers, for_administration=path in ADMINISTRATION_PATHS)
         try:
             await self._router(scope, receive, send)

@@ -6,6 +6,8 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from frontend.errors import ApiError
+from frontend.http.body_limits import check_type
+from frontend.http.call import call_of
 from frontend.http.json_body import JsonObject
 from frontend.http.reply import send_bytes
 from frontend.services import Services
@@ -108,6 +110,9 @@ class CacheFlush:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = call_of(scope).headers
+        if headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers:
+            check_type(headers)
         body = await self._services.ask_daemon(CacheCommand("flush", 0))
         reports = msgspec.json.decode(body, type=list[_WorkerReport])
         silent = [f"{report.process}: {report.problem}" for report in reports if report.problem]

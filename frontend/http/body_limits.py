@@ -41,7 +41,7 @@ async def read_body(
         ApiError: 400, 408, 413, 415 or 503.
         ClientGone: the connection closed before the end of the body.
     """
-    _check_type(headers.get(b"content-type"))
+    check_type(headers)
     encoding = _read_encoding(headers.get(b"content-encoding", b""))
     _check_announced(headers.get(b"content-length"), limits.max_bytes)
     try:
@@ -58,14 +58,19 @@ async def read_body(
         ) from error
 
 
-def _check_type(value: bytes | None) -> None:
-    """Only JSON: a web page may send forms and plain text to any server without being asked."""
-    if value is None:
-        return
-    media_type, *parameters = value.decode("latin-1").lower().split(";")
+def check_type(headers: Mapping[bytes, bytes]) -> None:
+    """Only what says that it is JSON: a browser sends forms, plain text and bodies without a type for any
+    page of the web, to any server, without asking it first.
+
+    Raises:
+        ApiError: 415.
+    """
+    value = headers.get(b"content-type", b"").decode("latin-1")
+    media_type, *parameters = value.lower().split(";")
     if media_type.strip() == "application/json" and all(map(_is_harmless, parameters)):
         return
-    raise ApiError(415, "The Content-Type must be application/json, in UTF-8.")
+    found = f"not {value[:100]!r}" if value else "and there is none"
+    raise ApiError(415, f"The Content-Type must be application/json, in UTF-8, {found}.")
 
 
 def _is_harmless(parameter: str) -> bool:

@@ -58,10 +58,12 @@ def test_a_frontend_is_told_its_options(told, tmp_path, monkeypatch):
     frontend = told(
         served_model_name="m", max_body_mb=1.5, body_buffer_mb=2.5,
         max_header_kib=2, body_seconds=3.0, keep_alive_seconds=4, max_choices=5, stream_high_water_kib=6,
-        slow_reader_seconds=7.0, retry_after=8, drain_timeout=9.0, sampling_defaults="openai",
-        allow_priority=True,
+        slow_reader_seconds=7.0,
+        host="::1", cors_origin=("http://a", "http://b:1"), retry_after=8, drain_timeout=9.0,
+        sampling_defaults="openai", allow_priority=True,
     )["frontend/0"]  # fmt: skip
     assert (frontend.listen_fd, frontend.model_dir, frontend.model_name) == (7, str(tmp_path), "m")
+    assert (frontend.host, frontend.cors_origin) == ("::1", ("http://a", "http://b:1"))
     assert (frontend.max_body_bytes, frontend.max_header_bytes) == (1_500_000, 2048)
     assert frontend.body_buffer_bytes == 2_500_000
     assert (frontend.body_seconds, frontend.keep_alive_seconds, frontend.max_choices) == (3.0, 4, 5)

@@ -99,7 +99,7 @@ def option_table() -> str:
         if argument.name not in OPTIONS:
             continue
         default = argument.field_info.default
-        shown = "" if default in (None, argument.field_info.empty) else f"`{default}`"
+        shown = "" if default in (None, (), argument.field_info.empty) else f"`{default}`"
         text = " ".join(argument.parameter.help.split())
         if choices := argument.get_choices():
             text += f" One of {', '.join(f'`{choice}`' for choice in choices)}."

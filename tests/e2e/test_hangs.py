@@ -129,7 +129,7 @@ def test_a_slow_reader_is_held_back_after_the_loss_of_its_worker_as_well(serve):
             slow.connect(server.address)
             data = json.dumps(large).encode()
             slow.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                 b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(data) + data
             )
             eventually(lambda: len(server.ask("requests")) == 1, SECONDS, "the request is there")

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.instance import JSON_TYPE
 from tests.support.waiting import eventually
 
 SECONDS = 60.0
@@ -83,7 +84,7 @@ def test_leaving_before_a_whole_answer_frees_its_pages(fake_server, within):
     server = fake_server
     aborted = server.metric("num_aborted_requests_total")
     connection = http.client.HTTPConnection(*server.address, timeout=30)
-    connection.request("POST", "/v1/completions", json.dumps(LONG))
+    connection.request("POST", "/v1/completions", json.dumps(LONG), JSON_TYPE)
     eventually(lambda: server.ask("cache")[0]["pages_used"], SECONDS, "it has pages")
     connection.close()
     wait_for_nothing(server, within)

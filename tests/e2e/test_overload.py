@@ -116,8 +116,8 @@ class Reader:
         }  # fmt: skip
         data = json.dumps(body).encode()
         self._socket.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n%b"
-            % (len(data), data)
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data)
         )
 
     def read_all(self) -> tuple[int, int]:

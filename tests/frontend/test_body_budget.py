@@ -22,7 +22,10 @@ BODY = {"messages": [{"role": "user", "content": "Hi"}]}
 def unfinished(server, size: int, length: int = 4_000_000):
     """A connection that has sent `size` bytes of a body."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {length}\r\n\r\n"
+        ).encode()
         connection.sendall(head + b" " * size)
         yield connection
 

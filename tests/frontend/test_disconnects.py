@@ -28,7 +28,7 @@ def open_request(server, *, stream: bool, receive_buffer: int | None = None, **f
         {"messages": [{"role": "user", "content": "Hi"}], "stream": stream, **fields}
     ).encode()
     connection.sendall(
-        b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\n\r\n" % (CHAT.encode(), len(body)) + body
     )
     return connection
@@ -67,7 +67,7 @@ def test_leaving_cancels_once(serve, how, stream, hang_after):
 def test_leaving_is_noticed_while_another_request_waits_on_the_connection(serve):
     server = serve(Script(hang_after=1))
     connection = open_request(server, stream=False)
-    connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
     eventually(lambda: len(server.router.of_kind(Submit)) == 1)
     connection.close()
     eventually(lambda: len(server.router.of_kind(Cancel)) == 1)
@@ -87,7 +87,7 @@ def test_nothing_is_submitted_for_half_a_body(serve):
     server = serve()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(
-            b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{" % CHAT.encode()
+            b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500\r\n\r\n{" % CHAT.encode()
         )
     eventually(lambda: not server._server.connections)
     assert server.router.of_kind(Submit) == []

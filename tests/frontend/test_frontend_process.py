@@ -136,7 +136,8 @@ class Running:
 
     def request(self, method: str, path: str, body: object = None) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
-        connection.request(method, path, None if body is None else json.dumps(body))
+        data = None if body is None else json.dumps(body)
+        connection.request(method, path, data, {"Content-Type": "application/json"})
         answer = connection.getresponse()
         result = answer.status, answer.read()
         connection.close()
@@ -164,6 +165,7 @@ def running(tmp_path: Path, smollm2_dir: Path, request: pytest.FixtureRequest) -
     settings = FrontendSettings(
         process=ProcessSettings(NAME, "frontend", "test", str(run_dir), os.getpid(), "hash"),
         listen_fd=listener.fileno(), model_dir=str(smollm2_dir), model_name="m",
+        host="127.0.0.1", cors_origin=(),
         max_body_bytes=1 << 20, body_buffer_bytes=1 << 20, max_header_bytes=32_768, body_seconds=5.0,
         keep_alive_seconds=900, max_choices=8, stream_high_water_bytes=1 << 20,
         slow_reader_seconds=30.0, retry_after_seconds=1, drain_seconds=1.0,

@@ -34,7 +34,8 @@ def talk(server, data: bytes, seconds: float = 10.0) -> bytes:
 
 
 def head(*lines: bytes, path: bytes = CHAT.encode()) -> bytes:
-    return b"\r\n".join([b"POST %s HTTP/1.1" % path, b"Host: x", *lines]) + b"\r\n\r\n"
+    top = [b"POST %s HTTP/1.1" % path, b"Host: localhost", b"Content-Type: application/json"]
+    return b"\r\n".join([*top, *lines]) + b"\r\n\r\n"
 
 
 @pytest.mark.parametrize("method", ["POST", "DELETE"])

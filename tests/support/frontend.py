@@ -20,6 +20,7 @@ from daemon.cli.check.event_stream import whole_stream
 from frontend.api.app import FrontendApp
 from frontend.gate import Gate
 from frontend.http.body_budget import BodyBudget
+from frontend.http.page_rules import PageRules
 from frontend.http.server import HttpLimits, HttpServer
 from frontend.links.body_reader import BodyReader
 from frontend.links.router_client import RouterClient
@@ -222,6 +223,8 @@ def frontend_settings(**changes: object) -> FrontendSettings:
     """Settings of a test's frontend."""
     values = {
         "process": ProcessSettings(ProcessName("frontend/0"), "frontend", "t", "/tmp", 1, "hash"),
+        "host": "127.0.0.1",
+        "cors_origin": (),
         "listen_fd": -1,
         "model_dir": "",
         "model_name": MODEL,
@@ -278,6 +281,7 @@ class ServedFrontend:
             texts=ByteTexts(),
             metrics=metrics,
             ask_daemon=ask_daemon,
+            pages=PageRules(self.settings.cors_origin, self.settings.host, "127.0.0.1"),
             bodies=BodyBudget(self.settings.body_buffer_bytes, self.settings.retry_after_seconds),
             body_reader=body_reader,
             started_at=0,
@@ -353,7 +357,9 @@ def request_http(
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=timeout)
     data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
     with contextlib.closing(connection):
-        connection.request(method, path, data, headers or {})
+        connection.request(
+            method, path, data, {"Content-Type": "application/json"} | (headers or {})
+        )
         answer = connection.getresponse()
         names = {key.lower(): value for key, value in answer.getheaders()}
         return HttpAnswer(answer.status, names, answer.read())

@@ -34,6 +34,9 @@ DAEMON_SECONDS = 30.0
 """Deadlines, all of them far beyond what is needed: a machine may be busy, or stand still for a while."""
 
 
+JSON_TYPE = {"Content-Type": "application/json"}
+
+
 def environment(changes: Mapping[str, str] = {}) -> dict[str, str]:
     """Ours without any option of an instance, so that tests do not depend on who runs them."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("DEEPINFER_")}
@@ -193,7 +196,7 @@ class Server:
     def _exchange(self, method: str, path: str, body: str | None, headers) -> Reply:
         connection = http.client.HTTPConnection(*self.address, timeout=HTTP_SECONDS)
         with contextlib.closing(connection):
-            connection.request(method, path, body, dict(headers))
+            connection.request(method, path, body, JSON_TYPE | dict(headers))
             response = connection.getresponse()
             return Reply(response.status, response.headers, response.read())
 
@@ -201,7 +204,7 @@ class Server:
     def stream(self, path: str, body: dict) -> Iterator[Stream]:
         connection = http.client.HTTPConnection(*self.address, timeout=HTTP_SECONDS)
         with contextlib.closing(connection):
-            connection.request("POST", path, json.dumps({**body, "stream": True}))
+            connection.request("POST", path, json.dumps({**body, "stream": True}), JSON_TYPE)
             response = connection.getresponse()
             stream = Stream(connection, response)
             assert response.status == 200, response.read()

@@ -18,7 +18,7 @@ class RawAnswer:
 def post_request(path: str, body: dict[str, object], *, close: bool = True) -> bytes:
     """`close`: the server ends the connection after its answer, which so can be read to the end."""
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += "Connection: close\r\n" if close else ""
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 

@@ -122,7 +122,7 @@ def test_a_refused_body_is_not_kept(serve):
     try:
         body = b'{"messages": [], "user": "%s"}' % (b"a" * 200_000)
         assert request_http(server, "POST", "/v1/chat/completions", body).status == 400
-        eventually(lambda: not any(isinstance(part, BodyShare) for part in gc.get_objects()))
+        eventually(lambda: not any(type(part) is BodyShare for part in gc.get_objects()))
     finally:
         gc.enable()
 

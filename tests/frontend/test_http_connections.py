@@ -9,6 +9,8 @@ import socket
 import pytest
 
 from tests.support.frontend import Script, ServedFrontend
+from tests.support.waiting import eventually
+from transport.messages.from_daemon import ApiKeys, InstanceStatus
 from transport.messages.generate import Cancel
 from transport.messages.to_router import Submit
 
@@ -137,10 +139,11 @@ def test_what_surrounds_a_chunked_body_is_bounded(serve, how, first):
     assert not server.router.of_kind(Submit)
 
 
-def test_trailers_are_bounded_for_clients_without_a_key(serve, tmp_path):
-    keys = tmp_path / "keys"
-    keys.write_text("secret")
-    with connect(serve(api_keys_file=str(keys))) as connection:
+def test_trailers_are_bounded_for_clients_without_a_key(serve):
+    server = serve()
+    keys = InstanceStatus("ready", keys=ApiKeys((b"secret",), ()))
+    server.call(lambda: server.gate.take(keys))
+    with connect(server) as connection:
         connection.sendall(head(b"Transfer-Encoding: chunked"))
         read_until(connection, b"invalid_api_key")  # the answer comes before the body
         with pytest.raises(ConnectionError):
@@ -187,7 +190,7 @@ def test_what_follows_a_request_does_not_cut_its_answer(serve, stream, behind, t
     server = serve(Script(text="abcdefgh", delay=0.1), body_seconds=0.25, keep_alive_seconds=1)
     with connect(server) as connection:
         connection.sendall(chat(stream=stream))
-        server.wait_for(lambda: server.router.of_kind(Submit))
+        eventually(lambda: server.router.of_kind(Submit))
         connection.sendall(behind)
         answers = read_all(connection)
     assert statuses(answers) == [200, *then]
@@ -213,7 +216,7 @@ def test_empty_lines_do_not_keep_an_idle_connection_open(serve):
                 closed = True
             return closed
 
-        server.wait_for(is_closed)
+        eventually(is_closed)
 
 
 # ---- clients that only stop sending ----
@@ -247,7 +250,7 @@ def test_an_old_client_that_stops_sending_has_left(serve):
     server = serve(Script(hang_after=0))
     with connect(server) as connection:
         connection.sendall(chat().replace(b"HTTP/1.1", b"HTTP/1.0"))
-        server.wait_for(lambda: server.router.of_kind(Submit))
+        eventually(lambda: server.router.of_kind(Submit))
         connection.shutdown(socket.SHUT_WR)
         assert read_all(connection) == b""
-    server.wait_for(lambda: server.router.of_kind(Cancel))
+    eventually(lambda: server.router.of_kind(Cancel))

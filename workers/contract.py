@@ -30,13 +30,11 @@ from transport.framing import TokenArray
 from transport.messages.generate import SamplingParams
 
 PAGE_TOKENS: Final = 128
-"""Tokens to a page of every served model. Tests of the scheduler use smaller pages."""
+"""Tokens per page of every served model. Scheduler tests use smaller pages."""
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What a loaded engine offers."""
-
     layout: CacheLayout
     num_pages: int
     max_num_seqs: int
@@ -52,9 +50,9 @@ class EngineInfo:
 class PromptChunk:
     """Compute the KV of `tokens` at positions start .. start+len(tokens)-1 of the sequence in `slot`.
 
-    `pages` is the whole block table of the sequence so far, and covers the chunk; the engine replaces
-    the slot's block table with it. With `sample`, the chunk ends the prompt: choose the next token.
-    With `begin`, this is the first chunk after the slot was given to the sequence: the engine resets the
+    `pages` is the sequence's whole block table so far and covers the chunk; the engine replaces the slot's
+    block table with it. With `sample`, the chunk ends the prompt and the engine chooses the next token.
+    With `begin`, this is the first chunk since the slot was given to the sequence: the engine resets the
     slot's sampling state from `sampling`, `prompt_len` and `generated`.
     """
 
@@ -78,7 +76,7 @@ class PromptChunk:
 
 
 class DecodeRow(NamedTuple):
-    """Compute one token: the last sampled token of `slot`, at position `position`."""
+    """Compute one token: feed in the last sampled token of `slot`, at position `position`."""
 
     slot: int
     position: int
@@ -87,8 +85,10 @@ class DecodeRow(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A prompt step, a decode step or, with both lists empty, a placeholder that computes nothing and
-    yields no tokens."""
+    """A prompt step, a decode step or a placeholder.
+
+    In a placeholder both lists are empty: it computes nothing and yields no tokens.
+    """
 
     step: int
     prompts: tuple[PromptChunk, ...] = ()
@@ -100,17 +100,19 @@ class StepPlan:
     new_pages: tuple[tuple[int, int, int], ...] = ()
     """(slot, block index, page) for decodes whose block table grew by one page before this step."""
     loads: tuple[PrefixLoad, ...] = ()
-    """To be made, in this order, before the step is launched."""
+    """Run these in this order before the step is launched."""
     stores: tuple[PrefixStore, ...] = ()
-    """To be made after the step is launched and before the next one is."""
+    """Run these after this step's launch and before the next one's."""
 
     @property
     def is_prompt(self) -> bool:
         return bool(self.prompts)
 
     def written_pages(self) -> IndexArray:
-        """All pages, int32, that the step may be the first to write to since their sequence got them,
-        and maybe some others of that sequence. A decode goes on in the page that it wrote to before."""
+        """Pages, int32, that the step may be the first to write to since their sequence got them.
+
+        May include other pages of the same sequence. A decode continues in the page that it wrote to before.
+        """
         pages = [page for chunk in (*self.prompts, *self.arrivals) for page in chunk.pages]
         pages += [page for _, _, page in self.new_pages]
         return np.array(pages, np.int32)
@@ -128,16 +130,16 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Tokens of one step, in plan order: one per sampling `PromptChunk`, or one per `DecodeRow`."""
+    """Tokens of one step in plan order: one per sampling `PromptChunk`, or one per `DecodeRow`."""
 
     step: int
     tokens: TokenArray
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    """By index into `tokens`; only for slots whose sampling asks for logprobs."""
+    """Keyed by index into `tokens`; only for slots whose sampling asks for logprobs."""
 
 
 class LaunchedStep(Protocol):
-    """A step under way. Whoever launched it collects it once, after all that were launched before."""
+    """A step under way. The launcher collects each step once, in launch order."""
 
     def is_done(self) -> bool:
         """Whether `collect` would return at once. Never waits."""
@@ -147,8 +149,8 @@ class LaunchedStep(Protocol):
         """Wait for the step and return its tokens.
 
         Raises:
-            EngineError: the device failed, and the engine must not be used any more; or the step was
-                collected before.
+            EngineError: the device failed and the engine must not be used any more, or the step was
+                already collected.
         """
         ...
 
@@ -158,7 +160,7 @@ class Engine(Protocol):
 
     @property
     def info(self) -> EngineInfo:
-        """What this engine offers; constant."""
+        """Constant for the engine's lifetime."""
         ...
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -170,7 +172,7 @@ class Engine(Protocol):
         ...
 
     def device_cache(self) -> DeviceCache:
-        """Its pages and states, for those who copy them.
+        """Return the pages and states, for whoever copies them.
 
         Raises:
             EngineError: the engine is closed.
@@ -187,4 +189,4 @@ class EngineError(RuntimeError):
 
 
 class ModelLoadError(RuntimeError):
-    """The model cannot be loaded; the message is one sentence that says what is wrong and where."""
+    """The model cannot be loaded. The message is one sentence that says what is wrong and where."""

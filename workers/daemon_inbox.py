@@ -15,7 +15,7 @@ MAX_COMMANDS = 64
 
 
 class DaemonInbox:
-    """Filled by the link's thread, emptied by the main loop."""
+    """The link's thread fills it; the main loop empties it."""
 
     def __init__(self) -> None:
         self.router_lost = threading.Event()
@@ -32,5 +32,4 @@ class DaemonInbox:
                 assert_never(other)
 
     def take_command(self) -> CacheCommand | None:
-        """The oldest command about the prefix cache that was not carried out yet."""
         return self._commands.popleft() if self._commands else None

@@ -12,16 +12,12 @@ its end, and a check walks the whole prefix cache, more than a second for hundre
 
 
 class IdleCheck:
-    """Runs checks once in each pause that is long enough."""
+    """Runs its checks once in each pause that is long enough."""
 
     def __init__(
         self, checks: Sequence[Callable[[], None]], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """
-        Args:
-            checks: each raises AssertionError if something is wrong.
-            clock: seconds.
-        """
+        """Each check raises `AssertionError` if something is wrong. `clock` returns seconds."""
         self._checks = checks
         self._clock = clock
         self._cost = 0.0
@@ -29,12 +25,11 @@ class IdleCheck:
         self._is_done = False
 
     def busy(self) -> None:
-        """Something was done: a pause begins anew."""
         self._quiet_since = self._clock()
         self._is_done = False
 
     def quiet(self) -> None:
-        """Nothing has come for a while.
+        """Called while nothing arrives.
 
         Raises:
             AssertionError: a check failed.

@@ -16,11 +16,7 @@ from workers.settings import WorkerSettings
 
 
 def check_cache_layout(settings: WorkerSettings, layout: CacheLayout) -> None:
-    """Whether the pool for an engine with this layout can be had.
-
-    Raises:
-        ModelLoadError: it cannot.
-    """
+    """Raises `ModelLoadError` if there can be no pool for an engine with this layout."""
     order = _pool_order(settings)
     if order is None:
         return
@@ -33,7 +29,7 @@ def check_cache_layout(settings: WorkerSettings, layout: CacheLayout) -> None:
 def open_prefix_manager(
     settings: WorkerSettings, engine: Engine, metrics: MetricSet
 ) -> PrefixManager:
-    """This rank's cache manager. The caller closes it, after the engine.
+    """Open this rank's cache manager. The caller closes it, after the engine.
 
     Raises:
         ModelLoadError: the pool cannot be had.
@@ -57,7 +53,6 @@ def open_prefix_manager(
 
 
 def _pool_order(settings: WorkerSettings) -> PoolOrder | None:
-    """None: there is no prefix cache."""
     if settings.hicache_fd is None:
         return None
     return PoolOrder(settings.hicache_fd, settings.hicache_bytes, settings.hicache_states)

@@ -61,11 +61,7 @@ def _serve(process: Process[WorkerSettings, WorkerNotice]) -> None:
 
 
 def create_engine(settings: WorkerSettings, daemon: DaemonLink[WorkerNotice]) -> Engine:
-    """The engine that the settings ask for, loaded and ready.
-
-    Raises:
-        ModelLoadError: the model cannot be loaded here.
-    """
+    """Raises `ModelLoadError` if the model cannot be loaded here."""
     wanted = settings.engine
     if wanted.kind == "fake":
         return FakeEngine(
@@ -91,7 +87,6 @@ def create_engine(settings: WorkerSettings, daemon: DaemonLink[WorkerNotice]) ->
 
 
 def _device_bytes(settings: EngineSettings) -> Callable[[], int] | None:
-    """What tells the GPU memory of this process; None: it uses no GPU."""
     if settings.kind == "fake" or settings.accelerator != "nvidia":
         return None
     from workers.hardware.device import reserved_bytes  # noqa: PLC0415  as above: torch

@@ -18,8 +18,6 @@ EngineKind = Literal["auto", "fake"]
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine is made of: which model, where, and how much memory to use."""
-
     kind: EngineKind = "auto"
     fake_step_seconds: float = 0.0
     """Fake engine only: how long a step takes."""
@@ -27,13 +25,13 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     accelerator: Accelerator
     device_index: int = 0
     num_threads: int
-    """Threads that compute on a CPU."""
+    """Number of compute threads on a CPU."""
     dtype: DType
     load_format: LoadFormat
     hf_overrides: dict[str, object]
     """Entries of the model's `config.json` to replace; nested objects are merged."""
     max_model_len: int | None
-    """None: what the model's configuration says."""
+    """None: the model's configuration decides."""
     max_num_seqs: int
     max_batched_tokens: int
     """Prompt tokens per prompt step."""
@@ -52,8 +50,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
-    """Everything that one worker is told."""
-
     process: ProcessSettings
     rank: DpRank
     engine: EngineSettings

@@ -11,7 +11,7 @@ from workers.contract import EngineInfo
 from workers.scheduling.scheduler import Scheduler
 
 DEVICE_SECONDS = 1.0
-"""Time between two looks at the device's memory."""
+"""Time between two readings of the device's memory."""
 
 
 class WorkerTelemetry:
@@ -20,7 +20,6 @@ class WorkerTelemetry:
     def __init__(
         self, metrics: MetricSet, info: EngineInfo, device_bytes: Callable[[], int] | None = None
     ) -> None:
-        """`device_bytes` tells how much of its GPU this process has taken; None: it uses none."""
         self._metrics = metrics
         self._device_bytes = device_bytes
         self._device_bytes_due = 0.0

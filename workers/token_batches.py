@@ -13,7 +13,6 @@ from workers.scheduling.step import StepOutput, TokenRow
 
 
 def token_batches(output: StepOutput) -> Iterator[tuple[TokenBatch, list[memoryview]]]:
-    """One message with its frames for each frontend whose sequences were in the step."""
     frontends: dict[ProcessName, tuple[list[TokenRow], list[Sequence]]] = {}
     for row in output.rows:
         frontend = row.sequence.frontend

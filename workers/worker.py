@@ -35,7 +35,7 @@ from workers.telemetry import WorkerTelemetry
 from workers.token_batches import token_batches
 
 IDLE_SECONDS = 0.5
-"""Longest wait without a look at what the daemon asks."""
+"""Longest wait between two checks for requests from the daemon."""
 SHORT_POLL_MS = 1
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Worker:
         """Serve until `stop` is set.
 
         Raises:
-            RouterRefusedError: the router does not take this worker.
+            RouterRefusedError: the router does not accept this worker.
             EngineError: the device failed.
             PrefixLoadError: the device refuses to load what a step counts on.
         """
@@ -96,8 +96,11 @@ class Worker:
         self._daemon.post(CommandDone(command.serial), msgspec.json.encode(content))
 
     def _idle_ms(self, idle_seconds: float) -> int:
-        """How long to wait for messages: shortly while copies are under way or the router does not
-        read, the ends of which wake nobody."""
+        """How long to wait for messages.
+
+        The wait is short while copies are under way or the router does not read, since neither wakes us
+        when it ends.
+        """
         if self._router.has_unsent or self._prefixes.transfers.num_open:
             return SHORT_POLL_MS
         return round(min(idle_seconds, IDLE_SECONDS) * 1000)
@@ -155,8 +158,11 @@ class Worker:
             self._router.send(failed)
 
     def _step(self) -> bool:
-        """Launch what can be launched, collect what has to be. False: there was nothing to do, or
-        the router does not read: what it does not take could only be lost."""
+        """Launch what can be launched and collect what must be collected.
+
+        Returns False if there was nothing to do, or if the router does not read: output that it does not take
+        could only be lost.
+        """
         if not self._router.flush():
             return False
         step = self._scheduler.next_step()

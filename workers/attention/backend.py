@@ -11,28 +11,29 @@ from workers.attention.math import AttentionOptions
 
 
 class LayerAttention(Protocol):
-    """What an attention layer calls."""
-
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Store `key` and `value` [T,Hk,D] in the pool and return the output [T,H,Dv] of `query` [T,H,D]."""
+        """Store `key` and `value` [T,Hk,D] in the pool and return the output [T,H,Dv] for `query` [T,H,D]."""
         ...
 
 
 class AttentionBackend(LayerAttention, Protocol):
-    """Attention over one page pool, step by step: `prepare` on the host, then, with the step's upload under
-    way, `begin` and `attend` for every layer.
+    """Attention over one page pool.
 
-    `begin` and `attend` only enqueue work that reads tensors, so that both can be captured in a graph;
-    `prepare` stays outside of it.
+    Each step calls `prepare` on the host, then, once the step's upload is queued, `begin` and then `attend`
+    for every layer.
+
+    `begin` and `attend` only enqueue work that reads tensors, so a graph can capture both. `prepare` runs
+    outside the graph.
     """
 
     def prepare(self, batch: Batch, upload: StepUpload) -> None:
-        """A step is being made: note what the host must know, and put what the device must know beside
-        `BatchTensors`."""
+        """Note what the host needs for the step, and put in `upload` what the device needs beyond
+        `BatchTensors`.
+        """
         ...
 
     def begin(self, tensors: BatchTensors) -> None:
-        """The step's tensors are there."""
+        """Called once per step, before the first `attend`."""
         ...

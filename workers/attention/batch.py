@@ -19,34 +19,33 @@ IntArray = npt.NDArray[np.int32]
 
 
 class StepUpload(Protocol):
-    """Takes what the host knows of a step to the device, all of it in one copy."""
+    """Collects the host's arrays for a step and copies them to the device in one transfer."""
 
     def put(self, array: IntArray) -> Tensor:
-        """Where the array will be on the device: int32, of one dimension. Its content is there once the
-        step's upload is sent, until the next step's."""
+        """Return the int32 1-D tensor that will hold the array on the device.
+
+        Its content is valid from the moment this step's upload is sent until the next step's is.
+        """
         ...
 
 
 class Segment(NamedTuple):
-    """The rows of one sequence: tokens at positions start .. start+rows-1."""
+    """The rows of one sequence, at positions start .. start+rows-1."""
 
     slot: int
     first_row: int
     start: int
     rows: int
-    """How many."""
+    """Number of rows."""
     replay_from: int = 0
     """First position that decoder layers run on, for models with bounded replay."""
 
     @property
     def end(self) -> int:
-        """Position after the last token."""
         return self.start + self.rows
 
 
 class LogitRow(NamedTuple):
-    """A row whose logits are wanted."""
-
     segment: int
     """Index into `Batch.segments`."""
     position: int
@@ -54,7 +53,7 @@ class LogitRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """What the host knows of a step that is not empty."""
+    """What the host knows of a step. Never empty."""
 
     plan: StepPlan
     segments: tuple[Segment, ...]
@@ -64,7 +63,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchTensors:
-    """The same step on the device."""
+    """The device's side of `Batch`."""
 
     token_ids: Tensor
     """int64 [T]."""
@@ -77,4 +76,4 @@ class BatchTensors:
     logit_rows: Tensor
     """int64 [R]."""
     block_table: Tensor
-    """int32 [max_num_seqs, max_pages]: of all slots, with the pages of this step."""
+    """int32 [max_num_seqs, max_pages]: covers all slots and includes the pages of this step."""

@@ -16,7 +16,7 @@ from workers.contract import PAGE_TOKENS
 
 
 class BatchInvariantAttention:
-    """Implements `AttentionBackend` on a CPU, by tiles."""
+    """Implements `AttentionBackend` on a CPU, tile by tile."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -53,7 +53,7 @@ class BatchInvariantAttention:
     def _attend_tile(
         self, layer: int, rows: Tensor, position: int, table: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """`rows` [n,H,D] from `position` on, all in one tile."""
+        """`rows` [n,H,D] start at `position` and all lie in one tile."""
         offset = position % TILE_ROWS
         start = position - offset
         tile = rows.new_zeros(TILE_ROWS, *rows.shape[1:])
@@ -80,6 +80,5 @@ class BatchInvariantAttention:
 
 
 def _page_range(start: int, window: int | None) -> tuple[int, int]:
-    """First and last page that a tile from position `start` on may look at."""
     oldest = 0 if window is None else max(0, start - window + 1)
     return oldest // PAGE_TOKENS, (start + TILE_ROWS - 1) // PAGE_TOKENS

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 _MAX_SCORES: Final = 1 << 26
-"""Score elements that the explicit path holds at a time; more query rows are done in blocks."""
+"""The most score elements that the explicit path holds at a time; it splits query rows into blocks."""
 _MAX_MASK: Final = 1 << 28
 """Mask elements that one call of PyTorch's attention gets. On a GPU it makes a few copies of the mask in
 the queries' type, and counts its elements in 32 bits: beyond 2**32 it would read wrong ones."""
@@ -22,8 +22,6 @@ the queries' type, and counts its elements in 32 bits: beyond 2**32 it would rea
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What one layer asks of its attention."""
-
     scaling: float
     window: int | None = None
     """A query at p sees the keys p - window < k <= p; None: all keys up to p."""
@@ -33,7 +31,6 @@ class AttentionOptions:
 
     @property
     def plain(self) -> bool:
-        """Whether the scores are those of ordinary scaled dot-product attention."""
         return self.softcap is None and self.sinks is None
 
 
@@ -50,7 +47,7 @@ def attend(
     Args:
         allowed: bool [B,T,L], which keys a query may see; None: all, or as `causal` says.
         causal: query t sees keys 0..t (then T == L and `allowed` is None).
-        options: `window` is not looked at; it is the caller's part of `allowed`.
+        options: `window` is ignored; the caller applies it in `allowed`.
 
     Returns:
         [B,T,H,Dv].
@@ -82,7 +79,7 @@ def attend(
 def _attend_one_token(
     query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, scaling: float
 ) -> Tensor:
-    """T == 1: the query heads of one key head become query rows, so that no key is repeated."""
+    """For T == 1. The query heads of one key head become query rows, so no key is repeated."""
     batch, _, heads, dim = query.shape
     kv_heads = key.shape[2]
     out = functional.scaled_dot_product_attention(
@@ -96,16 +93,21 @@ def _attend_one_token(
 
 
 def attend_causally(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """T == L, every query head with its key head broadcast: for float32 on a GPU, where PyTorch's kernels
-    for fewer key heads than query heads take 16 bits only, and the fallback holds all T * T scores."""
+    """For T == L. Every query head is broadcast against its key head.
+
+    Used for float32 on a GPU: there PyTorch's kernels for fewer key heads than query heads take 16-bit types
+    only, and the fallback holds all T * T scores.
+    """
     return _attend_broadcast(query, key, value, None, True, scaling)
 
 
 def _attend_broadcast(
     query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, causal: bool, scaling: float
 ) -> Tensor:
-    """Key heads join the batch dimension and their query heads become the head dimension, over which keys
-    and values are broadcast. `allowed`: None, or a mask [T,L] for all. Returns [B,T,H,Dv]."""
+    """Fold key heads into the batch dimension and broadcast keys and values over their query heads.
+
+    `allowed` is None or one mask [T,L] for all. Returns [B,T,H,Dv].
+    """
     batch, tokens, heads, _ = query.shape
     kv_heads = key.shape[2]
     group = heads // kv_heads
@@ -129,7 +131,7 @@ def _broadcast_heads(x: Tensor, group: int) -> Tensor:
 def _attend_masked(
     query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scaling: float
 ) -> Tensor:
-    """One sequence with a mask [T,L]; query rows in blocks. Returns [1,T,H,Dv]."""
+    """Handle one sequence with a mask [T,L], in blocks of query rows. Returns [1,T,H,Dv]."""
     rows = max(1, _MAX_MASK // key.shape[0])
     blocks = [
         _masked_block(query[at : at + rows], key, value, allowed[at : at + rows], scaling)
@@ -155,7 +157,7 @@ def _attend_explicitly(
     causal: bool,
     options: AttentionOptions,
 ) -> Tensor:
-    """Scores in float32, for soft caps and sinks; query rows in blocks to bound the memory."""
+    """Compute scores in float32, for soft caps and sinks, in blocks of query rows to bound the memory."""
     batch, tokens, heads, _ = query.shape
     length = key.shape[1]
     if causal and tokens > 1:

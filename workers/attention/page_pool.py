@@ -27,8 +27,10 @@ class PagePool:
     def store(
         self, layer: int, pages: Tensor, offsets: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Write KV [T,Hk,D] at (pages, offsets) and return it as the pool gives it back, rounded to
-        the pool's dtype, so that a token sees the same KV in this step and in later ones."""
+        """Write KV [T,Hk,D] at (pages, offsets) and return it rounded to the pool's dtype.
+
+        A token thus sees the same KV in this step and in later ones.
+        """
         keys, values = self.keys[layer], self.values[layer]
         stored_key, stored_value = key.to(keys.dtype), value.to(values.dtype)
         keys[pages, offsets] = stored_key
@@ -48,15 +50,18 @@ class PagePool:
 
 
 def written_places(tensors: BatchTensors) -> tuple[Tensor, Tensor]:
-    """Page and place in the page of each row's KV: int64 [T] both."""
+    """Page, and offset within the page, of each row's KV; both int64 [T]."""
     columns = tensors.positions // PAGE_TOKENS
     pages = tensors.block_table[tensors.row_slots, columns].long()
     return pages, tensors.positions % PAGE_TOKENS
 
 
 def _zeroed_rows(num_pages: int, page_bytes: int, device: torch.device) -> Tensor:
-    """Zeros, so that what a mask hides is finite. On a CPU they come from calloc: the machine's memory
-    is taken page by page as sequences first use it, not at start."""
+    """Zeros keep what a mask hides finite.
+
+    On a CPU they come from calloc, so the machine's memory is taken page by page as sequences first use it,
+    not at start.
+    """
     if device.type == "cpu":
         return torch.from_numpy(np.zeros((num_pages, page_bytes), np.uint8))
     return torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 RowFunction = Callable[..., tuple[Tensor, ...]]
-"""From tensors of n rows each to tensors of n rows each, every row by itself."""
+"""Maps tensors of n rows each to tensors of n rows each, and treats each row independently."""
 
 TILE_ROWS: Final = 32
-"""Rows of a tile."""
+"""Rows per tile."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows first .. first+count-1, which belong at `offset` of a fixed tile."""
+    """Rows first .. first+count-1, which go at `offset` in a fixed tile."""
 
     first: int
     count: int
@@ -32,9 +32,9 @@ class Tile:
 
 
 def position_tiles(runs: Sequence[tuple[int, int]]) -> list[Tile]:
-    """Cut runs of (first position, count) into tiles: a row's place is its position modulo the tile.
+    """Cut runs of (first position, count) into tiles. A row's place is its position modulo the tile size.
 
-    Equal positions of equal sequences then meet the same arithmetic, whatever else runs.
+    Equal positions of equal sequences then go through the same arithmetic, whatever else runs.
     """
     tiles, row = [], 0
     for start, count in runs:
@@ -54,14 +54,14 @@ def map_rows(
     tiles: list[Tile] | None,
     limit: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """Apply a function that treats every row by itself.
+    """Apply a function that treats each row independently.
 
     Args:
-        function: from tensors of n rows each to tensors of n rows each.
-        inputs: tensors of as many rows.
-        tiles: None: call it on all rows at once. Else batch-invariant: one call a tile, always on
-            `TILE_ROWS` rows, absent ones zero.
-        limit: most rows to a call, to bound its memory.
+        function: maps tensors of n rows each to tensors of n rows each.
+        inputs: tensors with equal numbers of rows.
+        tiles: None: call it on all rows at once. Otherwise batch-invariant: one call per tile, always on
+            `TILE_ROWS` rows, with zeros for the absent ones.
+        limit: the most rows per call, to bound its memory.
     """
     if tiles is not None:
         return _map_tiles(function, inputs, tiles)

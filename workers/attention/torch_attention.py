@@ -19,8 +19,11 @@ _GATHER_TOKENS: Final = 1 << 18
 
 
 class TorchAttention:
-    """Implements `AttentionBackend`. Prompt chunks, and decodes on a CPU, go sequence by sequence; decodes on
-    a GPU in padded groups, whose lengths only the device needs to know."""
+    """Implements `AttentionBackend`.
+
+    Prompt chunks, and decodes on a CPU, run sequence by sequence. Decodes on a GPU run in padded groups, so
+    only the device needs to know their lengths.
+    """
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -135,14 +138,14 @@ class SegmentedStep:
 
 
 def _first_key(segment: Segment, window: int | None) -> int:
-    """Position of the first key that the segment needs, rounded down to a page border."""
+    """Position of the first key that the segment needs, rounded down to a page boundary."""
     oldest = 0 if window is None else max(0, segment.start - window + 1)
     return oldest - oldest % PAGE_TOKENS
 
 
 @dataclass
 class DecodeStep:
-    """One token of each of B sequences, whose lengths only the device needs to know."""
+    """One token for each of B sequences. Only the device needs to know their lengths."""
 
     pool: PagePool
     block_tables: Tensor
@@ -194,7 +197,7 @@ class DecodeStep:
         return self.gathers[window]
 
     def _columns(self, window: int | None) -> Tensor:
-        """Block-table columns to read, int64 [B,C]; negative ones stand for nothing."""
+        """Block-table columns to read, int64 [B,C]; negative ones are padding."""
         device = self.positions.device
         count = self.width
         if window is not None:

@@ -20,7 +20,7 @@ def create_engine(settings: EngineSettings, observer: LoadObserver) -> ModelEngi
     """Load a model and plan its memory.
 
     Raises:
-        ModelLoadError: the model cannot be loaded or served here; one sentence says why.
+        ModelLoadError: the model cannot be loaded or served here. The message is one sentence.
     """
     device = open_device(settings.accelerator, settings.device_index, settings.num_threads)
     loaded = model_loader(Path(settings.model_dir))(settings, device, observer)

@@ -39,7 +39,7 @@ class _Parts:
 
 
 class ModelEngine:
-    """Implements `workers.contract.Engine`. Made by `create_engine`."""
+    """Implements `workers.contract.Engine`. Build one with `create_engine`."""
 
     def __init__(
         self,
@@ -49,13 +49,7 @@ class ModelEngine:
         max_batched_tokens: int,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """Args:
-        model: what computes.
-        info: what this engine offers.
-        device: of both.
-        max_batched_tokens: most tokens of a prompt step.
-        on_close: called once, when the engine has let go of the model.
-        """
+        """`on_close` is called once, after the engine has let go of the model."""
         self._info = info
         self._on_close = on_close
         self._device = device
@@ -68,10 +62,7 @@ class ModelEngine:
 
     @property
     def model(self) -> ServedModel:
-        """
-        Raises:
-            EngineError: the engine is closed.
-        """
+        """Raises `EngineError` if the engine is closed."""
         return self._open().model
 
     def launch(self, plan: StepPlan) -> RunningStep:
@@ -102,10 +93,10 @@ class ModelEngine:
             self._parts.model.collected(step.slots, step.sampled.tokens)
 
     def logits(self, plan: StepPlan) -> Tensor:
-        """Compute a step without sampling: logits [rows,vocab_size] on the device, of every row from
-        `PromptChunk.replay_from` on.
+        """Compute a step without sampling.
 
-        For checks of a model; a decode after it continues with the token given to `force_token`.
+        Returns the logits [rows,vocab_size] of every row from `PromptChunk.replay_from` on, on the device.
+        Meant for checking a model. A decode after it continues with the token given to `force_token`.
         """
         parts = self._open()
         with torch.inference_mode():
@@ -121,7 +112,6 @@ class ModelEngine:
         return logits
 
     def force_token(self, slot: int, token: int) -> None:
-        """Make `token` the next input of `slot`, as if it had been sampled."""
         parts = self._open()
         with torch.inference_mode():
             parts.tables.last_token[slot] = token

@@ -34,7 +34,6 @@ from workers.contract import (
 
 
 def fake_next_token(tokens: TokenArray, vocab_size: int, window: int = 0) -> int:
-    """The token that the checking fake puts after `tokens`."""
     recent = tokens[len(tokens) - min(window, len(tokens)) :]
     return _hash(tokens, recent) % vocab_size
 
@@ -46,8 +45,6 @@ def _hash(tokens: TokenArray, recent: TokenArray) -> int:
 
 @dataclass(frozen=True)
 class FakeEngineSettings:
-    """Shape and speed of a fake engine."""
-
     vocab_size: int
     num_pages: int
     max_num_seqs: int
@@ -130,11 +127,10 @@ class FakeEngine:
         return DeviceCache(HostRows.of(self._pool.view(np.uint8)), states)
 
     def close(self) -> None:
-        """Steps under way are done at once. Idempotent."""
+        """Steps under way count as done at once. Idempotent."""
         self._closed.set()
 
     def receive(self, slot: int, pages: Sequence[int], tokens: TokenArray) -> None:
-        """Write the KV of these tokens and the state after them, as they arrive from another engine."""
         self._tables[slot] = list(pages)
         for position, token in enumerate(tokens.tolist()):
             self._write(slot, position, token)
@@ -172,7 +168,6 @@ class FakeEngine:
         return tokens
 
     def _logprobs(self, token: int, count: int) -> TokenLogprobs:
-        """The chosen token is certain, the ids after it are ever less likely."""
         ids = (token + np.arange(count, dtype=np.int32)) % self._settings.vocab_size
         return TokenLogprobs(0.0, ids, -np.arange(count, dtype=np.float32))
 

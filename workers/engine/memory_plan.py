@@ -17,29 +17,27 @@ _HOST_SHARE: Final = 0.20
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """Size of the page pool and the context length that it allows."""
+    """Size of the page pool, and the context length that it allows."""
 
     num_pages: int
     max_model_len: int
 
 
 def pages_for(tokens: int, page_tokens: int) -> int:
-    """Pages that `tokens` consecutive tokens take."""
     return -(-tokens // page_tokens)
 
 
 def host_pool_bytes(available: int, wanted: int) -> int:
-    """Bytes of a CPU pool that nobody sized: what is `wanted`, within a share of `available`."""
     return min(wanted, int(available * _HOST_SHARE))
 
 
 def plan_pool(
     budget_bytes: int, page_bytes: int, page_tokens: int, max_model_len: int, max_num_seqs: int
 ) -> PoolPlan:
-    """Pages that fit into the budget, no more than `max_num_seqs` full sequences can use.
+    """Fit pages into the budget, but no more than `max_num_seqs` full sequences can use.
 
-    The pool always holds one sequence of `max_model_len` tokens; that length is reduced, with a
-    warning, where the budget is too small for it.
+    The pool always holds one sequence of `max_model_len` tokens. Where the budget is too small for that,
+    the length is reduced with a warning.
 
     Raises:
         ModelLoadError: the budget does not hold even one page.

@@ -27,17 +27,17 @@ def size_pools(
     open_trial: Callable[[EngineInfo], Engine],
     report: Callable[[str], None],
 ) -> EngineInfo:
-    """`info` with the number of pages that the engine gets, and the context length that they allow.
+    """Return `info` with the engine's number of pages and the context length that they allow.
 
     Args:
-        settings: how much memory may be used.
-        info: all else of the engine; its model is on the device already.
+        settings: say how much memory may be used.
+        info: everything else about the engine; its model is on the device already.
         device: where the pools will be.
-        open_trial: an engine with pools for the `EngineInfo` that it is given, to measure what steps take.
-        report: takes a line of text at each stage.
+        open_trial: opens an engine with pools for a given `EngineInfo`, to measure what steps take.
+        report: receives a line of text at each stage.
 
     Raises:
-        ModelLoadError: they do not fit.
+        ModelLoadError: the pools do not fit.
     """
     report("planning memory")
     layout = info.layout
@@ -65,7 +65,7 @@ def size_pools(
 
 @contextmanager
 def allocating_pools(info: EngineInfo, device: torch.device) -> Iterator[None]:
-    """Around the allocation of an engine's pools.
+    """Wrap the allocation of an engine's pools.
 
     Raises:
         ModelLoadError: there is not enough memory after all.
@@ -85,7 +85,7 @@ def _measure_peak(
     device: torch.device,
     settings: EngineSettings,
 ) -> int:
-    """Bytes that the largest steps take beside weights and pools; they run against one page."""
+    """Bytes that the largest steps take on top of weights and pools. They run against a single page."""
     with allocating_pools(info, device):
         engine = open_trial(info)
     before = torch.cuda.memory_allocated(device)
@@ -106,7 +106,7 @@ def _measure_peak(
 
 
 def _check_fit(info: EngineInfo, free: int) -> None:
-    """An allocation on a CPU takes no memory until it is used: too large a pool would fail under load."""
+    """A CPU allocation takes no memory until it is used, so too large a pool would fail under load."""
     if _pool_bytes(info) > free:
         raise _too_large(info, free)
 

@@ -23,7 +23,7 @@ class RunningStep:
 
     number: int
     slots: list[int]
-    """Those that a token was sampled for."""
+    """Slots that a token was sampled for."""
     sampled: SampledTokens
     """On the host, complete once the step is done."""
     done: torch.cuda.Event | None
@@ -50,7 +50,7 @@ class RunningStep:
 
 
 class StepRunner:
-    """Starts steps on a device, no more at once than may run there."""
+    """Starts steps on a device and bounds how many run at once."""
 
     def __init__(
         self,
@@ -58,7 +58,6 @@ class StepRunner:
         depth: int,
         on_collect: Callable[[RunningStep], None] = lambda _step: None,
     ) -> None:
-        """`depth`: how many steps may run while the next one is launched."""
         self._device = device
         self._depth = depth
         self._on_collect = on_collect
@@ -67,7 +66,7 @@ class StepRunner:
     def launch(
         self, number: int, compute: Callable[[], tuple[list[int], SampledTokens]]
     ) -> RunningStep:
-        """Run `compute`, which yields the sampled slots and their tokens on the device, as step `number`.
+        """Run `compute`, which returns the sampled slots and their tokens on the device.
 
         Raises:
             EngineError: too many steps are running, or the device failed.
@@ -93,7 +92,7 @@ class StepRunner:
 
 @contextmanager
 def _device_errors(number: int) -> Iterator[None]:
-    """Turns whatever a device says into an `EngineError`."""
+    """Turn any device failure into an `EngineError`."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class PromptRows(NamedTuple):
-    """The rows of a prompt step: token and position of each, and the length of each sequence after it."""
+    """Token and position of each row of a prompt step, and the length of each sequence after it."""
 
     token_ids: Tensor
     positions: Tensor
@@ -27,8 +27,6 @@ class PromptRows(NamedTuple):
 
 
 class SlotRows(NamedTuple):
-    """Last token and length of slots."""
-
     slots: Tensor
     tokens: Tensor
     lengths: Tensor
@@ -44,14 +42,14 @@ class NewPages(NamedTuple):
 
 @dataclass(frozen=True)
 class TableUpdate:
-    """What the host sends of a step. Tensors are int32 views of the step's upload."""
+    """What the host sends for a step. Tensors are int32 views of the step's upload."""
 
     batch: Batch
     slots: Tensor
     row_slots: Tensor
     logit_rows: Tensor
     block_tables: tuple[tuple[int, Tensor], ...]
-    """By slot: the block tables that are replaced."""
+    """(slot, its new block table) for each table that is replaced."""
     prompts: PromptRows | None = None
     """None: a decode step, whose tokens and positions are on the device already."""
     arrivals: SlotRows | None = None
@@ -70,12 +68,9 @@ class SlotTables:
     def prepare(
         self, plan: StepPlan, upload: StepUpload, *, every_row: bool = False
     ) -> TableUpdate:
-        """The host's part of a step that is not empty.
+        """Do the host's part of a step, which must not be empty.
 
-        Args:
-            plan: the step.
-            upload: where to put what the device must know.
-            every_row: ask for the logits of all rows from `replay_from` on, not only of the sampled ones.
+        `every_row` asks for the logits of all rows from `replay_from` on, not only of the sampled ones.
         """
         if plan.is_prompt:
             return self._prepare_prompts(plan, upload, every_row)
@@ -150,7 +145,7 @@ class SlotTables:
         )
 
     def apply(self, update: TableUpdate) -> BatchTensors:
-        """The device's part, once the upload is sent: bring the tables up to date."""
+        """Bring the tables up to date on the device. Call it once the upload is sent."""
         for slot, table in update.block_tables:
             self.block_table[slot, : len(table)] = table
         if update.arrivals is not None:

@@ -11,13 +11,13 @@ from torch import Tensor
 from workers.attention.batch import IntArray
 
 _ALIGNMENT: Final = 32
-"""Words between the beginnings of two arrays: 128 bytes."""
+"""Each array starts at a multiple of this many words (128 bytes)."""
 _WORDS_PER_TOKEN: Final = 24
 _WORDS_PER_SEQUENCE: Final = 96
 
 
 class HostWords(NamedTuple):
-    """One piece of host memory, as a tensor and as an array."""
+    """One piece of host memory, seen both as a tensor and as an array."""
 
     tensor: Tensor
     array: IntArray
@@ -33,11 +33,12 @@ def host_words(count: int, *, page_locked: bool) -> HostWords:
 class StepBuffers:
     """Implements `StepUpload`.
 
-    Arrays lie one after the other, in the order in which they are put: steps that put arrays of the same
-    sizes find them at the same addresses, over which a graph can replay. On a GPU they are gathered in
-    page-locked memory, which the next steps must not overwrite while it is read: there is one mirror for each
-    step that may be under way, so that whoever limits those also keeps a mirror from being reused early. On a
-    CPU the mirror is the buffer.
+    Arrays lie one after the other in the order in which they are put. Steps that put arrays of the same sizes
+    find them at the same addresses, so a graph can replay over them.
+
+    On a GPU the arrays are gathered in page-locked memory, which later steps must not overwrite while it is
+    read. There is one mirror for each step that may be under way, so whoever limits those steps also keeps a
+    mirror from being reused early. On a CPU the mirror is the buffer.
     """
 
     def __init__(
@@ -48,13 +49,6 @@ class StepBuffers:
         max_num_seqs: int,
         max_pages: int,
     ) -> None:
-        """Args:
-        device: where the steps run.
-        depth: how many steps may run while the next one is launched.
-        max_batched_tokens: of a step.
-        max_num_seqs: of a step.
-        max_pages: of a sequence.
-        """
         sequences = min(max_num_seqs, max_batched_tokens)
         words = (
             _WORDS_PER_TOKEN * max(max_batched_tokens, max_num_seqs)
@@ -71,7 +65,7 @@ class StepBuffers:
             self._buffer = torch.empty(words, dtype=torch.int32, device=device)
 
     def begin(self) -> None:
-        """Start the arrays of the next step."""
+        """Call it before the step's first `put`."""
         self._turn = (self._turn + 1) % len(self._mirrors)
         self._used = 0
 
@@ -85,7 +79,7 @@ class StepBuffers:
         return self._buffer[start:end]
 
     def send(self) -> None:
-        """Copy all that was put to the device, in order with its work; nobody waits."""
+        """Copy everything put so far to the device, in order with its work and without waiting."""
         if self._on_gpu:
             used = min(self._used, len(self._buffer))
             self._buffer[:used].copy_(self._mirrors[self._turn].tensor[:used], non_blocking=True)

@@ -10,7 +10,7 @@ from workers.engine.memory_plan import pages_for
 
 
 def heaviest_steps(info: EngineInfo, max_batched_tokens: int) -> tuple[StepPlan, ...]:
-    """One long prompt, many short ones, one decode of all slots; all at the longest context.
+    """One long prompt, many short ones, and one decode of all slots, all at the longest context.
 
     Page 0 stands for every page, so one page is enough to run them.
     """

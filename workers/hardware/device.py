@@ -15,7 +15,7 @@ DTypeName = Literal["float32", "bfloat16", "float16"]
 
 
 def open_device(accelerator: Accelerator, index: int, num_threads: int) -> torch.device:
-    """The torch device of a worker; sets the number of CPU threads and the current GPU.
+    """Also sets the number of CPU threads and the current GPU.
 
     Raises:
         ModelLoadError: the GPU does not exist.
@@ -35,20 +35,21 @@ def open_device(accelerator: Accelerator, index: int, num_threads: int) -> torch
 
 
 def default_dtype(device: torch.device, checkpoint: torch.dtype | None) -> DTypeName:
-    """dtype for `auto`: float32 on a CPU; on a GPU the checkpoint's own, bfloat16 if float32."""
+    """Resolve `auto`: float32 on a CPU, else the checkpoint's own type, with bfloat16 for float32."""
     if device.type == "cpu":
         return "float32"
     return "float16" if checkpoint == torch.float16 else "bfloat16"
 
 
 def reserved_bytes(index: int) -> int:
-    """Memory of a GPU that this process has taken for tensors, free blocks of its pool included.
-    The CUDA context itself, some hundred MiB, is not counted."""
+    """GPU memory that this process has taken for tensors, including free blocks of its pool.
+
+    Does not count the CUDA context itself, some hundred MiB.
+    """
     return int(torch.cuda.memory_reserved(index))
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be had where `device` computes."""
     if device.type == "cpu":
         return available_host_memory()
     torch.cuda.empty_cache()  # what loading and trial steps left to PyTorch's own pool is free
@@ -57,5 +58,4 @@ def free_memory(device: torch.device) -> int:
 
 
 def offline_environment() -> None:
-    """Tell the Hugging Face libraries that nothing may be fetched."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

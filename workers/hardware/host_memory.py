@@ -14,8 +14,10 @@ OWN_CGROUPS: Final = Path("/proc/self/cgroup")
 
 
 def available_host_memory() -> int:
-    """Memory that can be had without swapping, in bytes: the machine's, or less by a limit on this process
-    (`ulimit -v`) or its cgroups."""
+    """Bytes that can be allocated without swapping.
+
+    A limit on this process (`ulimit -v`) or on its cgroups may lower the machine's figure.
+    """
     return min([psutil.virtual_memory().available, *_left_in_address_space(), *_left_in_cgroups()])
 
 
@@ -26,7 +28,7 @@ def _left_in_address_space() -> Iterator[int]:
 
 
 def _left_in_cgroups() -> Iterator[int]:
-    """Under each limit that holds for this process: its own cgroup's and those of its parents."""
+    """Bytes left under each limit on this process: those of its own cgroup and of the parents."""
     for folder, limit_name, usage_name in _memory_cgroups():
         for place in (folder, *folder.parents):
             if not place.is_relative_to(CGROUPS):
@@ -37,7 +39,7 @@ def _left_in_cgroups() -> Iterator[int]:
 
 
 def _memory_cgroups() -> list[tuple[Path, str, str]]:
-    """Our folders in the unified and in the old hierarchy, with the names of limit and usage."""
+    """Our folders in the unified and the old hierarchy, with the file names of limit and usage."""
     try:
         lines = OWN_CGROUPS.read_text().splitlines()
     except OSError:
@@ -54,7 +56,7 @@ def _memory_cgroups() -> list[tuple[Path, str, str]]:
 
 
 def _number(path: Path) -> int | None:
-    """None: no such file, or no limit."""
+    """None if there is no such file or no limit."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):

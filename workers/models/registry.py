@@ -16,17 +16,15 @@ _LOADERS: Final = {
     "deepseek_v41_text": "workers.models.deepseek_v41.loading.loader",
 }
 _TRANSFORMERS: Final = "workers.models.hf.model"
-"""For all others."""
+"""Serves every other model type."""
 
 
 def model_loader(model_dir: Path) -> LoadModel:
-    """The function `load` of the module that implements the model in `model_dir`."""
     module = import_module(_LOADERS.get(_model_type(model_dir), _TRANSFORMERS))
     return cast("LoadModel", module.load)
 
 
 def _model_type(model_dir: Path) -> str:
-    """What `config.json` calls the architecture; "" where it does not say."""
     try:
         config = msgspec.json.decode((model_dir / "config.json").read_bytes())
     except (OSError, msgspec.DecodeError):

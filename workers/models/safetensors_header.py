@@ -39,7 +39,7 @@ _LFS_POINTER: Final = b"version https://git-lfs"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies, as its file's header says."""
+    """Where a tensor lies, according to its file's header."""
 
     file: Path
     key: str
@@ -48,16 +48,16 @@ class StoredTensor:
     """The format's name for it: `BF16`, `F8_E4M3`, ..."""
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte, from the start of the file."""
+    """Position of its first byte in the file."""
     size: int
-    """In bytes."""
+    """Size in bytes."""
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    """The tensors of `file`, in the order of their bytes.
+    """Return the tensors of `file` in byte order.
 
     Raises:
-        ModelLoadError: it is missing, a pointer to the real file, truncated or damaged.
+        ModelLoadError: the file is missing, a pointer to the real file, truncated or damaged.
     """
     try:
         actual = file.stat().st_size

@@ -22,34 +22,37 @@ _log = logging.getLogger(__name__)
 
 
 class ServedModel(Protocol):
-    """A model with caches, computing one step at a time: `prepare`, then `forward`."""
+    """A model with caches. It computes one step at a time: `prepare`, then `forward`."""
 
     @property
     def pages(self) -> Tensor:
-        """uint8 [num_pages, page_bytes]: the page pool."""
+        """The page pool, uint8 [num_pages, page_bytes]."""
         ...
 
     @property
     def states(self) -> StateCodec | None:
-        """How states are cut out and put back; None: the model keeps none beside its pages."""
+        """Cuts states out and puts them back. None: the model keeps no state beside its pages."""
         ...
 
     def prepare(self, batch: Batch, upload: StepUpload) -> None:
-        """The host's part of a step: note what the host must know, and put what the device must know beside
-        `BatchTensors`."""
+        """Note what the host needs for the step, and put in `upload` what the device needs beyond
+        `BatchTensors`.
+        """
         ...
 
     def forward(self, tensors: BatchTensors) -> Tensor | None:
-        """The device's part of the prepared step, once its upload is sent: write the caches and return the
-        logits [R,vocab_size] of `Batch.logit_rows`, any float type; None: there are none.
+        """Do the device's part of the prepared step. Call it once the step's upload is sent.
 
-        It only enqueues work, and takes what changes from step to step from `tensors` and from what was put:
-        a graph can be captured of it.
+        It writes the caches and returns the logits [R,vocab_size] of `Batch.logit_rows`, in any float type,
+        or None if there are none.
+
+        It only enqueues work, and reads whatever changes from step to step from `tensors` and from what was
+        put, so a graph can capture it.
         """
         ...
 
     def collected(self, slots: list[int], tokens: Tensor) -> None:
-        """The tokens that a step sampled for `slots`, int64 on the host. Called in the order of steps."""
+        """Receive the tokens that a step sampled for `slots`, int64 on the host. Called in step order."""
         ...
 
 
@@ -71,8 +74,6 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class LoadObserver:
-    """Who is told how loading goes on."""
-
     report: Callable[[str], None] = lambda _line: None
     """Called with one line of text at each stage."""
     check_layout: Callable[[CacheLayout], None] = lambda _layout: None
@@ -85,12 +86,6 @@ LoadModel = Callable[[EngineSettings, torch.device, LoadObserver], LoadedModel]
 
 
 def choose_context_length(wanted: int | None, limit: int | None) -> int:
-    """Tokens that a sequence may have.
-
-    Args:
-        wanted: what the user asks for.
-        limit: what the model's configuration allows; None: it does not say.
-    """
     if wanted is None:
         return limit or _UNNAMED_LENGTH
     if limit is not None and wanted > limit:

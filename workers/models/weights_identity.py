@@ -13,7 +13,7 @@ _SAMPLE_BYTES: Final = 64 * 1024
 def weights_identity(model_dir: Path) -> str:
     """Digest of the safetensors files: sizes, headers and evenly spread samples of their content.
 
-    Samples tell two fine-tunes of one architecture apart without reading every byte.
+    The samples tell two fine-tunes of one architecture apart without reading every byte.
     """
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(model_dir.glob("*.safetensors")):

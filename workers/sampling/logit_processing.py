@@ -18,7 +18,7 @@ def random_words(
 ) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
     """One uniform 32-bit word per (seed, position), a pure function of the two.
 
-    Two rounds of a 64-bit avalanche, so that neighbouring seeds and positions are unrelated.
+    Two rounds of a 64-bit avalanche make neighbouring seeds and positions unrelated.
     """
     with np.errstate(over="ignore"):
         state = _avalanche(seeds + _STEP)
@@ -35,7 +35,7 @@ def _avalanche(
 
 
 class TokenCounts:
-    """Per slot: how often each token was generated, and which tokens occurred at all."""
+    """Per slot, how often each token was generated and which tokens occurred at all."""
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
         self.generated = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
@@ -53,7 +53,7 @@ class TokenCounts:
         self.generated[slot].index_add_(0, generated, ones)
 
     def add_sampled(self, slots: Tensor, tokens: Tensor) -> None:
-        """Count one new token for each of `slots` (all different), int64 [R] both."""
+        """Count one new token for each of `slots`, which are all different. Both are int64 [R]."""
         place = (slots, tokens)
         self.generated[place] += 1
         # A tensor of ones, not the constant: storing a host scalar by index waits for the GPU.
@@ -68,10 +68,10 @@ def apply_penalties(
     frequency: Tensor,
     presence: Tensor,
 ) -> Tensor:
-    """Penalised copy of `logits` [R,V].
+    """Return a penalised copy of `logits` [R,V].
 
-    Repetition divides positive and multiplies negative logits of tokens in `seen`; then frequency
-    (times the count in `generated`) and presence (once) are subtracted. Strengths are [R].
+    Repetition divides positive and multiplies negative logits of tokens in `seen`. Then frequency (times the
+    count in `generated`) and presence (once) are subtracted. Strengths are [R].
     """
     factor = repetition[:, None]
     repeated = torch.where(logits > 0, logits / factor, logits * factor)
@@ -83,11 +83,10 @@ def apply_penalties(
 def filter_probabilities(
     probabilities: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, ranked: bool
 ) -> Tensor:
-    """Zero what top-k, top-p and min-p exclude, in `probabilities` [R,V]; parameters are [R].
+    """Zero what top-k, top-p and min-p exclude, in `probabilities` [R,V]. Parameters are [R].
 
-    Top-p counts within what top-k keeps. `top_k` 0, `top_p` 1 and `min_p` 0 exclude nothing.
-    Tokens that tie with the last kept one stay. `ranked`: some row has top-k or top-p, so a sort
-    is needed.
+    Top-p counts within what top-k keeps. `top_k` 0, `top_p` 1 and `min_p` 0 exclude nothing. Tokens that tie
+    with the last kept one stay. `ranked` says that some row has top-k or top-p, so a sort is needed.
     """
     threshold = min_p * probabilities.amax(-1)
     if ranked:
@@ -105,8 +104,11 @@ def filter_probabilities(
 
 
 def draw(probabilities: Tensor, words: Tensor) -> Tensor:
-    """Invert the cumulative distribution of unnormalised `probabilities` [R,V] at `words`, int32
-    [R] holding uniform 32-bit words. Returns token ids, int64 [R], of positive probability."""
+    """Invert the cumulative distribution of unnormalised `probabilities` [R,V] at `words`.
+
+    `words` is int32 [R] and holds uniform 32-bit words. Returns token ids, int64 [R], of positive
+    probability.
+    """
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     # The bits of a uint32 in an int32; + 0.5 keeps the point strictly inside (0, 1).
     unsigned = words.to(torch.float64) % 2.0**32

@@ -16,5 +16,5 @@ def mix64(value: int) -> int:
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Seed of choice `index` of a request; choice 0 keeps the request's own."""
+    """Choice 0 keeps the request's own seed."""
     return (seed & MASK) if index == 0 else mix64((seed & MASK) + index * 0x9E3779B97F4A7C15)

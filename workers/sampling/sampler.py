@@ -45,8 +45,6 @@ _PARAMETERS: Final = (
 
 @dataclass(frozen=True)
 class _SlotSampling:
-    """What the host knows of one slot."""
-
     params: SamplingParams
     seed: int
     prompt_len: int
@@ -73,13 +71,13 @@ class _SlotSampling:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """Tokens of one step on the device, and logprobs where asked for."""
+    """Tokens of one step on the device, with logprobs where requested."""
 
     tokens: Tensor
     """int64 [R]."""
     logprob_rows: list[int]
     logprob_counts: list[int]
-    """k of each of `logprob_rows`."""
+    """k for each of `logprob_rows`."""
     chosen: Tensor | None = None
     """float32 [rows with logprobs]."""
     top_ids: Tensor | None = None
@@ -87,7 +85,7 @@ class SampledTokens:
     top_logprobs: Tensor | None = None
 
     def to_host(self) -> SampledTokens:
-        """These tokens on the host; from a GPU they are complete once the work queued so far is."""
+        """Copy the tokens to the host. From a GPU they are complete once the work queued so far is done."""
 
         def fetch(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to("cpu", non_blocking=True)
@@ -101,7 +99,7 @@ class SampledTokens:
         )
 
     def host_logprobs(self) -> dict[int, TokenLogprobs]:
-        """Logprobs by row; the tensors must be on the host."""
+        """Logprobs by row. The tensors must be on the host."""
         if self.chosen is None or self.top_ids is None or self.top_logprobs is None:
             return {}
         ids = self.top_ids.numpy().astype(np.int32)
@@ -167,14 +165,13 @@ class Sampler:
         positions: Sequence[int],
         upload: StepUpload,
     ) -> SamplingInputs:
-        """The host's part of a step: take over the parameters of slots that begin, and work out what its
-        rows need.
+        """Take over the parameters of slots that begin, and work out what the step's rows need.
 
         Args:
             chunks: what a prompt step computes, or those that arrive in a decode step.
             slots: the slot of each sampled row.
             positions: the position in its sequence of the token that each sampled row yields.
-            upload: where to put what the device must know.
+            upload: receives what the device must know.
         """
         beginning = [c for c in chunks if c.begin]
         for chunk in beginning:
@@ -230,11 +227,9 @@ class Sampler:
         )
 
     def sample(self, inputs: SamplingInputs, logits: Tensor | None) -> SampledTokens:
-        """The device's part, once the upload is sent: choose one token a row.
+        """Choose one token per row on the device. Call it once the upload is sent.
 
-        Args:
-            inputs: from `prepare`.
-            logits: [R, vocab_size], any float type; None: the step samples nothing.
+        `logits` is [R, vocab_size] of any float type, or None if the step samples nothing.
         """
         if len(inputs.begun):
             values = inputs.parameters.view(torch.float32).view(-1, len(_PARAMETERS))
@@ -307,7 +302,7 @@ class Sampler:
 
 @dataclass(frozen=True)
 class _StepWork:
-    """Which rows of a step need what; all arrays index rows of the step."""
+    """Which rows of a step need what. All arrays index rows of the step."""
 
     penalised: npt.NDArray[np.int32]
     random: npt.NDArray[np.int32]
@@ -323,7 +318,6 @@ class _StepWork:
 
     @classmethod
     def plan(cls, states: list[_SlotSampling], positions: Sequence[int]) -> _StepWork:
-        """Work out what the rows need; `positions` as for `Sampler.prepare`."""
         rows: list[npt.NDArray[np.int32]] = [np.empty(0, np.int32)]
         ids = [np.empty(0, np.int32)]
         values = [np.empty(0, np.float32)]

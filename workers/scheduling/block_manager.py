@@ -10,11 +10,11 @@ from workers.scheduling.sequence_queue import SequenceQueue
 
 
 class BlockManager:
-    """Hands out pages chunk by chunk, and a slot to each sequence that is let in.
+    """Hands out pages chunk by chunk, and a slot to each sequence that is admitted.
 
-    When they run out, the sequence last in order among those that hold something is preempted, if it
-    comes after the one that asks. So the first in order always gets on: nothing starves and nothing
-    deadlocks. Paused ones come last in order, and so give way first. A reserved sequence is not
+    When they run out, it preempts the last sequence in order that holds something, provided that sequence
+    comes after the one that asks. So the first in order always makes progress: nothing starves and nothing
+    deadlocks. Paused sequences come last in order, and so give way first. A reserved sequence is never
     preempted, since somebody else writes its pages.
     """
 
@@ -52,13 +52,14 @@ class BlockManager:
     # ---- slots --------------------------------------------------------------------------------
 
     def can_admit(self, sequence: Sequence, spare: int) -> bool:
-        """Whether there is a slot for the sequence, and it is likely to get through its prompt with the
-        pages there are. What half-computed prompts before it in order still need is theirs; those after
-        it would give way, so that they cannot keep it from starting.
+        """Whether there is a slot for the sequence and enough pages to make finishing its prompt likely.
+
+        Pages that half-computed prompts before it in order still need count as theirs. Prompts after it would
+        give way, so they cannot keep it from starting.
 
         Args:
-            sequence: without a slot.
-            spare: pages to leave to those that decode.
+            sequence: has no slot yet.
+            spare: pages to leave to sequences that decode.
         """
         victim = self._slot_victim(sequence)
         if victim is None and not self._slots.num_free:
@@ -74,15 +75,17 @@ class BlockManager:
         return room >= self._pages_for(sequence.num_tokens) + spare
 
     def admit(self, sequence: Sequence) -> None:
-        """Give a sequence that `can_admit` lets in its slot, preempting another one if all are taken."""
+        """Give the sequence a slot, preempting another one if all are taken. `can_admit` must allow it."""
         victim = self._slot_victim(sequence)
         if victim is not None:
             self._preempt(victim)
         self._take_slot(sequence)
 
     def reserve(self, sequence: Sequence, num_tokens: int, spare: int) -> bool:
-        """Give the sequence a slot and pages for so many tokens, from what is free and not promised.
-        Nobody gives way for a reservation."""
+        """Give the sequence a slot and pages for `num_tokens`, from what is free and not promised.
+
+        Nobody gives way for a reservation.
+        """
         missing = self._pages_for(num_tokens)
         if not self._slots.num_free:
             return False
@@ -96,7 +99,6 @@ class BlockManager:
         return None if self._slots.num_free else self._last_after(sequence)
 
     def _promised(self, holder: Sequence) -> int:
-        """Pages that a half-computed prompt still needs."""
         if holder.status is not Status.WAITING:
             return 0
         return self._pages_for(holder.num_tokens) - len(holder.pages)
@@ -108,8 +110,10 @@ class BlockManager:
     # ---- pages --------------------------------------------------------------------------------
 
     def cover(self, sequence: Sequence, stop: int) -> int:
-        """Get pages for the positions before `stop`, preempting others if they run out; returns the
-        position up to which there are pages now, at most `stop`."""
+        """Get pages for the positions before `stop`, preempting others if they run out.
+
+        Returns the position up to which there are pages now, at most `stop`.
+        """
         missing = self._pages_for(stop) - len(sequence.pages)
         if missing > 0:
             self._take_pages(sequence, missing)
@@ -124,7 +128,7 @@ class BlockManager:
         sequence.pages += self._pages.take(min(count, self._pages.num_free))
 
     def release(self, sequence: Sequence) -> None:
-        """Take the slot and all pages back. Idempotent.
+        """Take back the slot and all pages. Idempotent.
 
         A step in flight may still write these pages. That is harmless: steps run in the order of their
         launch, so the next owner's step writes later.
@@ -146,10 +150,10 @@ class BlockManager:
         return -(-tokens // self.page_tokens)
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:
-        """Compare with the sequences that there are.
+        """Compare with the live sequences.
 
         Raises:
-            AssertionError: a page or a slot is lost or has two owners, or one holds too few pages.
+            AssertionError: a page or a slot is lost or has two owners, or a sequence holds too few pages.
         """
         sequences = list(live)
         self._pages.check_integrity(page for s in sequences for page in s.pages)

@@ -15,14 +15,13 @@ from workers.scheduling.step import StepRow
 class Decode:
     """Fills decode steps and plans those that are committed.
 
-    Filling takes the pages that are needed, which may preempt others. That stands whether the step is
-    committed or not.
+    Filling takes the pages that are needed, which may preempt others. The pages stay taken whether or not
+    the step is committed.
     """
 
     def __init__(
         self, blocks: BlockManager, preempt: Callable[[Sequence], None], keep_tokens: int
     ) -> None:
-        """`keep_tokens` as in `CacheLayout`."""
         self._blocks = blocks
         self._preempt = preempt
         self._keep_tokens = keep_tokens

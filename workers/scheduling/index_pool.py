@@ -27,10 +27,10 @@ class IndexPool:
         return len(self._used)
 
     def take(self, count: int) -> list[int]:
-        """Hand out `count` indexes; the caller owns them until `give_back`.
+        """Hand out `count` indexes. The caller owns them until `give_back`.
 
         Raises:
-            IndexError: fewer are free (nothing is taken then).
+            IndexError: fewer are free; then nothing is taken.
         """
         if count > len(self._free):
             raise IndexError(f"{count} wanted, {len(self._free)} free")
@@ -39,20 +39,13 @@ class IndexPool:
         return taken
 
     def give_back(self, indexes: Iterable[int]) -> None:
-        """
-        Raises:
-            KeyError: one of the indexes was not handed out.
-        """
+        """Raises `KeyError` if one of the indexes was not handed out."""
         for index in indexes:
             self._used.remove(index)
             heapq.heappush(self._free, index)
 
     def check_integrity(self, owned: Iterable[int]) -> None:
-        """Compare with what the owners say they own.
-
-        Raises:
-            AssertionError: an index is lost, owned twice, or free and owned.
-        """
+        """Raises `AssertionError` if an index is lost, owned twice, or both free and owned."""
         owners = list(owned)
         if len(set(owners)) != len(owners):
             raise AssertionError("an index has two owners")

@@ -16,26 +16,25 @@ from workers.scheduling.step import StepRow
 class Prefill:
     """Fills prompt steps and plans those that are committed.
 
-    Filling admits sequences, takes their pages (which may preempt others) and pins their prefix hits.
-    All that stands whether the step is committed or not. Only the prefix manager learns of chunks when
-    they are filled, so that one prompt of a step can wait for another, and again if they are dropped.
+    Filling admits sequences, takes their pages (which may preempt others) and pins their prefix hits. All of
+    that stands whether or not the step is committed. Only the prefix manager hears of chunks as they are
+    filled, so that one prompt of a step can wait for another. It hears again if they are dropped.
     """
 
     def __init__(
         self, blocks: BlockManager, prefixes: Reuse, max_batched_tokens: int, keep_tokens: int
     ) -> None:
-        """`keep_tokens` as in `CacheLayout`."""
         self._blocks = blocks
         self._prefixes = prefixes
         self._max_batched_tokens = max_batched_tokens
         self._keep_tokens = keep_tokens
 
     def fill(self, waiting: SequenceQueue, decodes: bool) -> tuple[StepRow, ...]:
-        """The next chunks of those that wait, given in order.
+        """Fill the next chunks of waiting sequences, in the queue's order.
 
         Args:
-            waiting: whose prompt is not wholly computed.
-            decodes: whether any sequence decodes already, and needs pages for that.
+            waiting: sequences whose prompt is not fully computed.
+            decodes: whether any sequence decodes already and needs pages for that.
         """
         rows: list[StepRow] = []
         budget = self._max_batched_tokens
@@ -64,7 +63,6 @@ class Prefill:
         )
 
     def _next_chunk(self, sequence: Sequence, budget: int) -> StepRow | None:
-        """None: there are no pages for it."""
         start = sequence.num_computed
         stop = min(sequence.num_tokens, start + budget)
         stop = self._blocks.cover(sequence, self._prefixes.end_chunk(sequence.prefix, stop))
@@ -74,7 +72,6 @@ class Prefill:
         return StepRow(sequence, sequence.epoch, start, stop)
 
     def drop(self, rows: Iterable[StepRow]) -> None:
-        """The filled step will not be committed."""
         for row in rows:
             self._prefixes.advance(row.sequence.prefix, row.start)
 
@@ -97,8 +94,10 @@ class Prefill:
 
 
 def prompt_chunk(sequence: Sequence, start: int, stop: int, keep_tokens: int) -> PromptChunk:
-    """Positions start .. stop-1 of a sequence that has a slot and the pages for them. `keep_tokens` as in
-    `CacheLayout`."""
+    """Positions start .. stop-1 of a sequence that has a slot and the pages for them.
+
+    `keep_tokens` is as in `CacheLayout`.
+    """
     assert sequence.slot is not None
     begins = not sequence.engine_pages
     return PromptChunk(

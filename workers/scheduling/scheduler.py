@@ -43,7 +43,7 @@ class SchedulerCounts:
     prompt_steps: int = 0
     decode_steps: int = 0
     prompt_tokens: int = 0
-    """Computed by prompt steps, recomputed ones included."""
+    """Tokens computed by prompt steps, including recomputed ones."""
     generated_tokens: int = 0
 
 
@@ -88,7 +88,6 @@ class Scheduler:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps committed and not collected."""
         return len(self._in_flight)
 
     # ---- coming and going ---------------------------------------------------------------------
@@ -104,11 +103,13 @@ class Scheduler:
         self._enqueue(sequence)
 
     def reserve(self, sequence: Sequence) -> bool:
-        """Give a new sequence, whose prompt is computed elsewhere, a slot and pages for it: they are
-        then in `sequence.slot` and `sequence.pages`. False: there is no room now, and nothing is kept.
+        """Give a slot and pages to a new sequence whose prompt is computed elsewhere.
 
-        A reservation is displaced by nobody, and may hold up others: whoever makes it ends it, by
-        `adopt` or `cancel`, once nothing is written to its pages any more.
+        They are then in `sequence.slot` and `sequence.pages`. Returns False if there is no room now;
+        nothing is kept then.
+
+        Nothing displaces a reservation, and it may hold up others. Whoever makes it must end it, by `adopt`
+        or `cancel`, once nothing writes to its pages any more.
 
         Raises:
             ValueError: as for `add`.
@@ -123,12 +124,13 @@ class Scheduler:
     def adopt(
         self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None = None
     ) -> TokenRow:
-        """Let a reserved sequence decode: the KV of its prompt has arrived, and this is the token that
-        was sampled there. Returns what the client is to be told, which it is not told again; the
-        sequence may be over with it.
+        """Let a reserved sequence decode: the KV of its prompt has arrived.
+
+        `token` was sampled where the prompt was computed. Returns the row for the client, which is not
+        reported again. The sequence may end with it.
 
         Raises:
-            ValueError: it is not reserved (any more).
+            ValueError: it is not reserved, or no longer.
         """
         if sequence.status is not Status.RESERVED:
             raise ValueError(f"sequence {sequence.key} is {sequence.status.value}, not reserved")
@@ -155,9 +157,10 @@ class Scheduler:
         self._requests.setdefault(request_id, {})[index] = sequence
 
     def cancel(self, request_id: RequestId, index: int = ALL_CHOICES) -> list[Sequence]:
-        """Drop a choice or all choices of a request, whatever stage they are in. Idempotent.
+        """Drop one choice or all choices of a request, at any stage. Idempotent.
 
-        Returns the sequences that were dropped."""
+        Returns the sequences that were dropped.
+        """
         dropped = self._matching(request_id, index)
         for sequence in dropped:
             self._finish(sequence)
@@ -168,8 +171,10 @@ class Scheduler:
             self._finish(sequence)
 
     def throttle(self, request_id: RequestId, index: int, paused: bool) -> None:
-        """Pause sequences that nobody reads, or let them go on. A paused sequence keeps its slot and its
-        pages until another one needs them."""
+        """Pause sequences that nobody reads, or resume them.
+
+        A paused sequence keeps its slot and its pages until another one needs them.
+        """
         for sequence in self._matching(request_id, index):
             queues = [queue for queue in self._queues if queue.remove(sequence)]
             sequence.paused = paused
@@ -189,17 +194,20 @@ class Scheduler:
     # ---- the next step ------------------------------------------------------------------------
 
     def next_step(self) -> InFlightStep | None:
-        """Choose, fill and commit a step; None: there is nothing to run now.
+        """Choose, fill and commit a step. Returns None if there is nothing to run now.
 
-        The caller launches its plan, sets `launched`, and later calls `collect`."""
+        The caller launches its plan, sets `launched`, and later calls `collect`.
+        """
         draft = self.fill(self.next_kind())
         if draft.kind is StepKind.PROMPT and not draft.rows:
             draft = self.fill(StepKind.DECODE)
         return self.commit(draft) if draft.rows else None
 
     def next_kind(self) -> StepKind:
-        """What this rank would run next. Changes nothing. A prompt step may turn out to be empty, as
-        when there are no pages for it."""
+        """What this rank would run next. Changes nothing.
+
+        A prompt step may turn out to be empty, for example when there are no pages for it.
+        """
         can_decode = any(sequence.may_decode for sequence in self._running)
         first = self._waiting.first
         can_start = first is not None and not first.paused
@@ -208,10 +216,11 @@ class Scheduler:
         return StepKind.DECODE if can_decode else StepKind.IDLE
 
     def fill(self, kind: StepKind) -> StepDraft:
-        """Find sequences for a step of this kind, with slots and pages; there may be none.
+        """Find sequences for a step of this kind, with slots and pages. There may be none.
 
-        Call `commit` or `drop` with it before anything else. Who has got slots and pages keeps them in
-        either case, and who has lost them starts over."""
+        Pass the draft to `commit` or `drop` before any other call. Either way, sequences keep the slots and
+        pages they got, and those that lost theirs start over.
+        """
         match kind:
             case StepKind.PROMPT:
                 decodes = bool(self._running)
@@ -222,13 +231,13 @@ class Scheduler:
                 return StepDraft(kind)
 
     def drop(self, draft: StepDraft) -> None:
-        """The draft will not be run."""
         if draft.kind is StepKind.PROMPT:
             self._prefill.drop(draft.rows)
 
     def commit(self, draft: StepDraft) -> InFlightStep:
-        """Make the progress of a draft: it will be launched next. Without rows it is a placeholder, which
-        changes nothing but the number of the step.
+        """Record the progress of a draft, which must be launched next.
+
+        A draft without rows is a placeholder and changes only the step number.
 
         Raises:
             ValueError: one of its sequences was preempted or has ended since it was filled.
@@ -266,11 +275,11 @@ class Scheduler:
     # ---- results ------------------------------------------------------------------------------
 
     def collect(self) -> StepOutput:
-        """Wait for the oldest step in flight and take in its tokens.
+        """Wait for the oldest step in flight and apply its tokens.
 
         Raises:
             EngineError: the device failed.
-            ValueError: the result is of another step.
+            ValueError: the result belongs to another step.
         """
         step = self._in_flight.popleft()
         assert step.launched is not None, "committed, but not launched"

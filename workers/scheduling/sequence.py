@@ -17,12 +17,10 @@ SequenceKey = tuple[RequestId, int]
 
 
 class Status(enum.Enum):
-    """Where a sequence is in its life."""
-
     WAITING = "waiting"
-    """Prompt (or what has to be recomputed) not yet wholly computed."""
+    """The prompt, or what must be recomputed, is not fully computed yet."""
     RESERVED = "reserved"
-    """Its prompt is being computed elsewhere; slot and pages are there for what will arrive."""
+    """Its prompt is computed elsewhere. It holds a slot and pages for what will arrive."""
     RUNNING = "running"
     """Decoding."""
     FINISHED = "finished"
@@ -50,23 +48,23 @@ class Sequence:
     arrival: float = 0.0
     status: Status = Status.WAITING
     paused: bool = False
-    """Its client does not read what it has got."""
+    """Its client does not read what was sent."""
     reported: bool = False
     """Whether `started` has gone out."""
     generated: list[int] = field(default_factory=list)
     """Tokens collected here."""
     num_computed: int = 0
     in_flight: int = 0
-    """Sampled by launched steps, not yet collected."""
+    """Tokens that launched steps sample and that are not collected yet."""
     epoch: int = 0
     """Grows when launched work of this sequence becomes void: preemption, finish."""
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     """Its block table."""
     engine_pages: int = 0
-    """So many of them were told to the engine; 0: it does not know of the sequence."""
+    """How many of them the engine was told of; 0: it does not know the sequence."""
     stop_tokens: frozenset[int] = frozenset()
-    """Tokens that end it once `min_tokens` are there; set by the scheduler."""
+    """Tokens that end it once it has `min_tokens`; set by the scheduler."""
     num_tokens: int = field(init=False)
     """Tokens known here, collected ones only."""
     sampling: SamplingParams = field(init=False)
@@ -81,7 +79,7 @@ class Sequence:
 
     @property
     def order(self) -> tuple[bool, int, float, SequenceKey]:
-        """Sort key: who runs first, and who gives way last. Slots belong to those who are read."""
+        """Sort key: the first runs first, the last gives way first. Sequences that are read come first."""
         return (self.paused, self.generate.priority, self.arrival, self.key)
 
     @property
@@ -93,14 +91,13 @@ class Sequence:
         )
 
     def append(self, token: int) -> int:
-        """Take in a token that was sampled; returns how many output tokens there are now."""
+        """Returns how many output tokens there are now."""
         self.generated.append(token)
         self.num_tokens += 1
         self.in_flight -= 1
         return self.num_tokens - self.prompt_len
 
     def token_slice(self, start: int, stop: int) -> TokenArray:
-        """Tokens at positions start .. stop-1."""
         border = len(self.prompt)
         if stop <= border:
             return self.prompt[start:stop]

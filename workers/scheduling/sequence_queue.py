@@ -12,9 +12,9 @@ _order = attrgetter("order")
 
 
 class SequenceQueue:
-    """Finds a sequence by bisection, so that coming and leaving cost next to nothing however long it is.
+    """Finds a sequence by bisection, so adding and removing stay cheap however long the queue is.
 
-    What a sequence's order depends on must not change while the sequence is in here.
+    A sequence's sort key must not change while the sequence is queued.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class SequenceQueue:
         return len(self._sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """The queue may change meanwhile: what comes next is whatever then follows the last one."""
+        """The queue may change during iteration: next comes whatever then follows the last one."""
         at = 0
         while at < len(self._sequences):
             sequence = self._sequences[at]
@@ -34,7 +34,7 @@ class SequenceQueue:
                 at = bisect_right(self._sequences, sequence.order, key=_order)
 
     def __reversed__(self) -> Iterator[Sequence]:
-        """The queue must not change meanwhile."""
+        """The queue must not change during iteration."""
         return reversed(self._sequences)
 
     @property
@@ -45,7 +45,6 @@ class SequenceQueue:
         self._sequences.insert(self._place(sequence), sequence)
 
     def remove(self, sequence: Sequence) -> bool:
-        """False: it was not in here."""
         at = self._place(sequence)
         if at == len(self._sequences) or self._sequences[at] is not sequence:
             return False

@@ -24,14 +24,14 @@ class StepRow(NamedTuple):
 
     sequence: Sequence
     epoch: int
-    """Of the sequence when the step was filled."""
+    """Epoch of the sequence when the step was filled."""
     start: int
     stop: int
 
 
 @dataclass(frozen=True)
 class StepDraft:
-    """A step that is filled, and may be committed or dropped. Without rows it is a placeholder."""
+    """A filled step that may be committed or dropped. Without rows it is a placeholder."""
 
     kind: StepKind
     rows: tuple[StepRow, ...] = ()
@@ -39,7 +39,7 @@ class StepDraft:
 
 @dataclass
 class InFlightStep:
-    """A step that is committed, until its tokens are applied."""
+    """A committed step, until its tokens are applied."""
 
     plan: StepPlan
     waiting: tuple[StepRow, ...]
@@ -53,8 +53,6 @@ class InFlightStep:
 
 
 class TokenRow(NamedTuple):
-    """One new token of one sequence."""
-
     sequence: Sequence
     token: int
     finish: int

@@ -43,14 +43,14 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 
 def float32_parameter(*shape: int) -> nn.Parameter:
-    """A parameter without storage until it is loaded, float32 at every compute type."""
+    """The parameter has no storage until it is loaded, and is float32 whatever the compute type."""
     return nn.Parameter(
         torch.empty(*shape, dtype=torch.float32, device="meta"), requires_grad=False
     )
 
 
 def batched_product(a: Tensor, b: Tensor) -> Tensor:
-    """[B,M,K] @ [B,K,N] -> float32 [B,M,N]; half-precision inputs are accumulated in float32."""
+    """[B,M,K] @ [B,K,N] -> float32 [B,M,N]. Half-precision inputs are accumulated in float32."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.bmm(a, b, out_dtype=torch.float32)
     return torch.bmm(a.float(), b.float())

@@ -65,12 +65,13 @@ def paged_attention(
     is_causal: bool | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: `query` [1,H,T,D], `key` and `value` [1,Hk,T,D] in,
-    ([1,T,H,Dv], None) out.
+    """Implements transformers' attention interface.
+
+    Takes `query` [1,H,T,D], `key` and `value` [1,Hk,T,D]; returns ([1,T,H,Dv], None).
 
     Raises:
         ModelLoadError: the layer asks for something that would change the result and is not done
-            here. Seen when the model is probed at load time.
+            here. The probe at load time finds this.
     """
     unknown = sorted(k for k, v in others.items() if v is not None and k not in _HARMLESS_KEYWORDS)
     if unknown:

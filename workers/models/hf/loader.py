@@ -30,11 +30,11 @@ _SUPPORTED_LAYERS: Final = frozenset({"full_attention", "sliding_attention"})
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A checked configuration and what generation needs of it."""
+    """A checked configuration and what generation needs from it."""
 
     config: PreTrainedConfig
     text: PreTrainedConfig
-    """The part that describes the language model; the same object for text-only models."""
+    """The part that describes the language model. For text-only models it is `config` itself."""
     eos_token_ids: tuple[int, ...]
     max_position: int | None
     checkpoint_dtype: torch.dtype | None
@@ -49,8 +49,8 @@ def load_config(
         overrides: entries to replace; objects are merged into the nested configurations.
 
     Raises:
-        ModelLoadError: there is none, it is unknown, or it describes a model that needs something
-            this engine lacks.
+        ModelLoadError: there is no configuration, it is unknown, or it describes a model that needs
+            something this engine lacks.
     """
     if not (model_dir / "config.json").is_file():
         raise ModelLoadError(
@@ -143,7 +143,7 @@ def load_weights(
     dtype: DTypeName,
     load_format: LoadFormat,
 ) -> nn.Module:
-    """The model in evaluation mode on `device`, with our attention function set.
+    """Load the model in evaluation mode, with our attention function set.
 
     Args:
         load_format: `auto` reads the safetensors files; `dummy` gives random weights of the real

@@ -33,7 +33,7 @@ class HfModel:
     states = None
 
     def __init__(self, network: nn.Module, pool: PagePool, tiled: TiledLinears | None) -> None:
-        """`tiled`: the network's linear layers, for batch-invariant results; None: as fast as can be."""
+        """`tiled`: the network's linear layers, for batch-invariant results. None: as fast as possible."""
         self._network = network
         self._pool = pool
         self._tiled = tiled
@@ -65,7 +65,6 @@ class HfModel:
 
 
 def load(settings: EngineSettings, device: torch.device, observer: LoadObserver) -> LoadedModel:
-    """Implements `LoadModel` for every model that transformers knows and our attention can serve."""
     offline_environment()
     leave_out_cudnn_attention()
     model_dir = Path(settings.model_dir)
@@ -96,10 +95,10 @@ def load(settings: EngineSettings, device: torch.device, observer: LoadObserver)
 
 
 def leave_out_cudnn_attention() -> None:
-    """Take cuDNN out of PyTorch's choice of attention kernels, for the whole process.
+    """Remove cuDNN from PyTorch's choice of attention kernels, for the whole process.
 
-    On a Hopper GPU it comes first there, and it builds a plan for every shape of queries and keys that it
-    has not seen before: here that is nearly every step. The others take any shape as it is.
+    On a Hopper GPU PyTorch tries cuDNN first, and cuDNN builds a plan for every new shape of queries and
+    keys. Here nearly every step has a new shape. The other kernels take any shape as it is.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 

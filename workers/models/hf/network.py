@@ -14,14 +14,14 @@ def network_logits(
     attention: LayerAttention,
     rows: Tensor,
 ) -> Tensor:
-    """Logits [R,vocab_size] of some rows.
+    """Return the logits [R,vocab_size] of `rows`.
 
     Args:
         network: a causal language model with our attention function.
         input_ids: [1,T].
         position_ids: int64 [1,T].
         attention: what its attention layers call.
-        rows: int64 [R], the rows whose logits are wanted.
+        rows: int64 [R].
     """
     output = network(
         input_ids=input_ids,

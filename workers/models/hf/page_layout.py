@@ -36,15 +36,13 @@ _VOLATILE_KEYS: Final = frozenset(
 
 @dataclass(frozen=True)
 class LayerShape:
-    """KV geometry of one attention layer."""
-
     kv_heads: int
     key_dim: int
     value_dim: int
 
 
 def layer_shapes(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
-    """KV geometry of every layer of a causal LM (the text part, where there are several).
+    """KV geometry of every layer of a causal LM (its text part, if there are several).
 
     Raises:
         ModelLoadError: the configuration lacks a number that is needed.
@@ -73,7 +71,7 @@ def layer_shapes(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
 def build_cache_layout(
     shapes: Sequence[LayerShape], dtype: str, config: PreTrainedConfig, weights_identity: str
 ) -> CacheLayout:
-    """Lay out a page of `PAGE_TOKENS` tokens for `shapes`, one entry a layer.
+    """Lay out a page of `PAGE_TOKENS` tokens for `shapes`, one entry per layer.
 
     Args:
         shapes: KV geometry by layer.

@@ -55,7 +55,7 @@ def probe_model(
         The number of logits.
 
     Raises:
-        ModelLoadError: it cannot; the message says why.
+        ModelLoadError: it cannot be served; the message says why.
     """
     name = type(model).__name__
     _check_modules(model, name)
@@ -87,8 +87,8 @@ def probe_model(
 def pin_rope(model: nn.Module, max_model_len: int, device: torch.device) -> bool:
     """Fix rotary frequencies that would otherwise depend on the longest sequence of each batch.
 
-    `longrope` and `dynamic` scaling choose by the sequence length at run time. A server must give
-    the same result in any batch, so they are computed once for `max_model_len`.
+    `longrope` and `dynamic` scaling choose by the sequence length at run time. A server must give the same
+    result in any batch, so they are computed once for `max_model_len`.
 
     Returns:
         Whether the model has such scaling, so that its KV depends on `max_model_len`.

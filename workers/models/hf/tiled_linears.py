@@ -17,7 +17,7 @@ EXPERT_DIMENSIONS = 3
 
 
 class TiledLinears:
-    """The linear layers of a model, made to work on the tiles of the step that is under way."""
+    """Makes a model's linear layers work on the tiles of the step under way."""
 
     def __init__(self, model: nn.Module, head: nn.Module) -> None:
         """Replace the `forward` of every linear layer of `model`, and of its output layer `head`.

@@ -27,7 +27,7 @@ _KEY_ELEMENTS: Final = 1 << 26
 
 
 class Attention(nn.Module):
-    """Weights and row-wise parts of one layer's attention. K and V are one vector for all heads."""
+    """Weights and row-wise parts of one layer's attention. All heads share one vector as both K and V."""
 
     def __init__(self, config: ModelConfig, role: LayerRole, dtype: torch.dtype) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Attention(nn.Module):
             self.indexer = Indexer(config, role, dtype)
 
     def queries(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Queries [T,H,D], and the low-rank vector that they (and the indexer's) are made from."""
+        """Queries [T,H,D], and the low-rank vector that they and the indexer's queries are made from."""
         low_rank = self.q_norm(self.wq_a(x))
         queries = torch.unflatten(self.wq_b(low_rank), -1, (self.heads, -1))
         return rotation.apply_(queries), low_rank
@@ -76,14 +76,14 @@ def attend(
     address: Tensor | None,
     sink: Tensor,
 ) -> Tensor:
-    """Attention output [T,H,D], not yet rotated back, in the queries' type.
+    """Return the attention output [T,H,D] in the queries' type, not yet rotated back.
 
     Args:
         queries: [T,H,D].
         rows: the rows, with their places in `window_keys`.
         window_keys: what `Caches.exchange_window` returned.
-        caches: where the global entries are.
-        source: their kv source; None: window only.
+        caches: hold the global entries.
+        source: kv source of those entries; None: window only.
         address: int64 [T,K] as in `TopKSelection.address`; None: window only.
         sink: float32 [H], a logit without a value.
     """
@@ -115,7 +115,7 @@ def softmax_with_sink(queries: Tensor, keys: Tensor, valid: Tensor, sink: Tensor
 
     Args:
         queries: [T,H,D].
-        keys: [T,N,D]; overwritten where not valid, so that nothing stale gets into the sums.
+        keys: [T,N,D]; invalid ones are overwritten, so that nothing stale gets into the sums.
         valid: bool [T,N].
         sink: float32 [H].
     """

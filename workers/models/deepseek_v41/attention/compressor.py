@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 
 class Compressor(nn.Module):
-    """Latents of `ratio` tokens each. With more than one, a gate weighs them channel by channel,
-    all in float32."""
+    """Makes latents of `ratio` tokens each.
+
+    With more than one token, a gate weighs them channel by channel, all in float32.
+    """
 
     def __init__(self, config: ModelConfig, ratio: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -27,12 +29,12 @@ class Compressor(nn.Module):
         self.norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def project(self, x: Tensor) -> Tensor:
-        """What a row contributes: [T,1,D], or gate score then value, float32 [T,2,D]."""
+        """What each row contributes: [T,1,D], or gate score then value, float32 [T,2,D]."""
         value = self.wkv(x)
         return torch.stack((self.wgate(x), value), dim=1) if self.gated else value[:, None]
 
     def pool(self, members: Tensor) -> Tensor:
-        """Latents [G,D], not rotated, from what their tokens contributed [G,ratio,1 or 2,D]."""
+        """Unrotated latents [G,D], from their tokens' contributions [G,ratio,1 or 2,D]."""
         if not self.gated:
             latent: Tensor = self.norm(members[:, 0, 0])
             return latent

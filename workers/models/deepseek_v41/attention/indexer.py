@@ -35,7 +35,7 @@ _INVARIANT_TILE_PAGES: Final = 8
 
 
 class Indexer(nn.Module):
-    """Query side of an index source; kv sources also own the key projection."""
+    """Query side of an index source. A kv source also owns the key projection."""
 
     def __init__(self, config: ModelConfig, role: LayerRole, dtype: torch.dtype) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Indexer(nn.Module):
         return queries, self.weights_proj(x).float() * self.scale
 
     def keys(self, latent: Tensor, rotation: Rotation) -> Tensor:
-        """Index keys [G,Di] from latents [G,D] that are not rotated."""
+        """Index keys [G,Di] from unrotated latents [G,D]."""
         return rotation.apply_(self.k_norm(self.wk(latent)))
 
 
@@ -69,8 +69,6 @@ class TopKSelection:
 
 @dataclass(frozen=True)
 class IndexQuery:
-    """The rows' side of a selection."""
-
     queries: Tensor
     """[T,H,Di], rounded as the keys are."""
     weights: Tensor
@@ -78,7 +76,7 @@ class IndexQuery:
 
 
 class _Part(NamedTuple):
-    """Rows to score together: of one sequence, or one row of each of several."""
+    """Rows to score together: all of one sequence, or one row from each of several."""
 
     rows: slice
     first_span: int
@@ -86,7 +84,7 @@ class _Part(NamedTuple):
 
 
 class TopKSelector:
-    """Selects the top-k entries of every row of a step; shared by all index sources of a group of rows."""
+    """Selects the top-k entries of every row of a step. All index sources of a group of rows share it."""
 
     def __init__(
         self, config: ModelConfig, caches: Caches, rows: Rows, block_tables: Tensor
@@ -100,11 +98,11 @@ class TopKSelector:
     def select(
         self, role: LayerRole, query: IndexQuery, filtered_by: Tensor | None
     ) -> TopKSelection:
-        """The entries for every row.
+        """Select entries for every row.
 
         Args:
-            role: of the index source.
-            query: of all rows.
+            role: role of the index source.
+            query: covers all rows.
             filtered_by: `TopKSelection.candidates` of the candidate source, for sources that follow it.
         """
         assert role.kv_source is not None
@@ -137,9 +135,9 @@ class TopKSelector:
         return TopKSelection(self._addresses(role.kv_source, ratio, chosen), candidates)
 
     def _parts(self, ratio: int) -> list[_Part]:
-        """Rows to score together, `_SCORE_ELEMENTS` at most.
+        """Rows to score together, at most `_SCORE_ELEMENTS` scores a part.
 
-        Sequences that see no more entries than they may choose are in none.
+        Leaves out sequences that see no more entries than they may choose.
         """
         top = self._config.index_topk
         spans = self._rows.spans
@@ -199,7 +197,7 @@ class TopKSelector:
         return map_rows(score, (queries, weights), tiles)[0]
 
     def _best_blocks(self, scores: Tensor, visible: Tensor) -> Tensor:
-        """bool [R,blocks]: the best blocks of entries; the newest visible one is always kept."""
+        """bool [R,blocks]: the best blocks of entries. The newest visible block is always kept."""
         size = self._config.candidate_block_size
         padded = functional.pad(scores, (0, -scores.shape[1] % size), value=-torch.inf)
         best = torch.unflatten(padded, 1, (-1, size)).amax(-1)
@@ -217,13 +215,13 @@ class TopKSelector:
 
 
 def score_tile(queries: Tensor, weights: Tensor, keys: Tensor, limit: int) -> Tensor:
-    """sum over heads of weight * relu(query . key), float32 [S,Q,N].
+    """Sum over heads of weight * relu(query . key), float32 [S,Q,N].
 
     Args:
         queries: [S,Q,H,Di].
         weights: float32 [S,Q,H].
         keys: [S,N,Di], shared by the heads.
-        limit: most queries to a product.
+        limit: the most queries per product.
     """
     sequences, count, heads = weights.shape
     step_q = max(1, min(count, limit))
@@ -243,7 +241,7 @@ def score_tile(queries: Tensor, weights: Tensor, keys: Tensor, limit: int) -> Te
 
 
 def largest(scores: Tensor, count: int) -> Tensor:
-    """Mask of the `count` largest scores of each row; of equal ones the first, -inf never.
+    """Mask the `count` largest scores of each row. Ties go to the first; -inf is never chosen.
 
     The mask depends on the row's scores alone, not on how many columns of -inf follow.
     """
@@ -267,6 +265,6 @@ def _numbers(mask: Tensor, count: int) -> Tensor:
 
 
 def _spread(blocks: Tensor, size: int, width: int) -> Tensor:
-    """From blocks to entries: bool [R,width]. Entries beyond the known blocks are not allowed."""
+    """Expand blocks to entries: bool [R,width]. Entries beyond the known blocks are not allowed."""
     entries = blocks.repeat_interleave(size, dim=1)[:, :width]
     return functional.pad(entries, (0, width - entries.shape[1]))

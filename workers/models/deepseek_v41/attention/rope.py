@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rotation:
-    """Cosine and sine of the angles of some positions, float32 [N, rotary_dim / 2] each."""
+    """Cosines and sines of the angles of some positions, float32 [N, rotary_dim / 2] each."""
 
     cos: Tensor
     sin: Tensor
@@ -27,9 +27,7 @@ class Rotation:
     def apply_(self, x: Tensor, *, inverse: bool = False) -> Tensor:
         """Rotate the last channels of `x` in place and return it.
 
-        Args:
-            x: [N, ..., D], any float type; the first D - rotary_dim channels stay.
-            inverse: rotate back.
+        `x` is [N, ..., D] of any float type; the first D - rotary_dim channels stay.
         """
         half = self.cos.shape[-1]
         pairs = torch.unflatten(x[..., x.shape[-1] - 2 * half :], -1, (half, 2))
@@ -72,7 +70,7 @@ def _frequencies(dim: int, theta: float) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, dim: int, theta: float, scaling: RopeScaling) -> Tensor:
-    """Slow pairs are interpolated by `factor`, fast ones stay, those between are blended."""
+    """Interpolate slow pairs by `factor`, leave fast ones alone and blend those between."""
 
     def pair_with(turns: float) -> float:
         context = scaling.original_max_position_embeddings

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Caches:
     """Page pool and state pool, and the views that the layers work on.
 
-    What was never written, or is left from another sequence, is never read into a result.
+    Memory that was never written, or that another sequence left behind, never gets into a result.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Caches:
     def exchange_window(self, layer: int, slots: Tensor, rows: Rows, window_kv: Tensor) -> Tensor:
         """Put the rows' window KV into the ring and return all keys that the rows may need.
 
-        The ring is read before it is written: a long chunk overwrites what its first rows look at.
+        The ring is read before it is written, because a long chunk overwrites what its first rows look at.
 
         Args:
             layer: whose ring.
@@ -68,7 +68,7 @@ class Caches:
             window_kv: [T,D].
 
         Returns:
-            [B*(W-1)+T, D]: see `Rows.window_index`. Own rows are rounded as the ring rounds them.
+            [B*(W-1)+T, D]: see `Rows.window_index`. The step's own rows are rounded as the ring rounds them.
         """
         ring = self.window_ring(layer)
         fresh = self.formats.window.encode(window_kv)
@@ -79,13 +79,13 @@ class Caches:
     # ---- global KV --------------------------------------------------------------------------------
 
     def main_kv(self, source: int, address: Tensor) -> Tensor:
-        """Main KV [..., D] of a source at int64 addresses [...]; see `entry_address`."""
+        """Main KV [..., D] at int64 addresses [...] from `entry_address`."""
         entries = self._entries[source]
         records = self._main(source)[address // entries, address % entries]
         return self.formats.main.decode(records)
 
     def index_keys(self, source: int, pages: Tensor) -> Tensor:
-        """All index keys [S, P*entries, Di] of pages, int64 [S,P]."""
+        """All index keys [S, P*entries, Di] of the pages, int64 [S,P]."""
         formats, entries = self.formats.index, self._entries[source]
         offset = self.layout.page_offsets[source][0]
         size = entries * formats.record_bytes
@@ -104,7 +104,6 @@ class Caches:
             offset += count * size
 
     def entry_address(self, source: int, page: Tensor, entry: Tensor) -> Tensor:
-        """Address of the entry with number `entry` in its sequence, which lies in `page`."""
         entries = self._entries[source]
         return page * entries + entry % entries
 

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class SlotStates:
-    """`StateCodec` of one engine: reads what all launched steps wrote."""
+    """`StateCodec` of one engine. It reads what all launched steps wrote."""
 
     def __init__(self, caches: Caches, length_of: Callable[[int], int]) -> None:
-        """`length_of`: tokens of the sequence in a slot that have been computed."""
+        """`length_of` returns how many tokens of the sequence in a slot have been computed."""
         self._caches = caches
         self._length_of = length_of
 
@@ -46,16 +46,16 @@ class SlotStates:
 
 
 def cut_state(caches: Caches, slot: int, position: int, length: int) -> Tensor:
-    """The state at `position` of the sequence in `slot`: uint8 [stored_state_bytes] on the device.
+    """Cut out the sequence's state at `position`: uint8 [stored_state_bytes] on the device.
 
     Args:
         caches: the pools.
         slot: whose state.
         position: a multiple of the page size.
-        length: tokens of the sequence that have been computed.
+        length: how many tokens of the sequence have been computed.
 
     Raises:
-        ValueError: the ring does not hold what the state needs, or `position` is no page border.
+        ValueError: the ring does not hold what the state needs, or `position` is no page boundary.
     """
     layout = caches.layout
     _check_border(position)
@@ -83,7 +83,7 @@ def load_state(caches: Caches, slot: int, stored: Tensor, position: int) -> None
         position: a multiple of the page size.
 
     Raises:
-        ValueError: `position` is no page border, or the state is of another size.
+        ValueError: `position` is no page boundary, or the state has the wrong size.
     """
     layout = caches.layout
     _check_border(position)

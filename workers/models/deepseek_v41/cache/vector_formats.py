@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class VectorFormat(Protocol):
-    """How vectors that are stored one by one become bytes and back."""
+    """Converts vectors that are stored one by one to bytes and back."""
 
     def encode(self, vectors: Tensor) -> Tensor:
         """[..., D] -> uint8 [..., record bytes]."""
@@ -29,14 +29,14 @@ class VectorFormat(Protocol):
 
 
 class IndexFormat(Protocol):
-    """How index keys become bytes and back; their scales are kept apart from their values within a page."""
+    """Converts index keys to bytes and back. Within a page their scales lie apart from their values."""
 
     record_bytes: int
 
     def rounded(self, vectors: Tensor) -> Tensor: ...
 
     def encode_parts(self, keys: Tensor) -> list[tuple[int, Tensor]]:
-        """Sections of a page: bytes per key, and uint8 [G, bytes] of keys [G,Di]."""
+        """Sections of a page: bytes per key, and uint8 [G, bytes] for keys [G,Di]."""
         ...
 
     def decode_page(self, pages: Tensor, entries: int) -> Tensor:
@@ -46,15 +46,13 @@ class IndexFormat(Protocol):
 
 @dataclass(frozen=True)
 class VectorFormats:
-    """The formats of the three caches."""
-
     window: VectorFormat
     main: VectorFormat
     index: IndexFormat
 
 
 class PlainVectors:
-    """Numbers of one type."""
+    """Stores plain numbers of one type."""
 
     def __init__(self, stored: torch.dtype, compute: torch.dtype, width: int) -> None:
         self._stored = stored
@@ -78,7 +76,7 @@ class PlainVectors:
 
 
 class CompactVectors:
-    """Small floats with a scale for each group of channels; see `cache_formats`."""
+    """Stores small floats with one scale per group of channels; see `cache_formats`."""
 
     def __init__(self, record: RecordFormat, compute: torch.dtype, width: int) -> None:
         self._record = record

@@ -51,7 +51,7 @@ _ALIASES: Final = {
     "beta_slow": "rope_scaling.beta_slow",
     "rope_scaling.type": "rope_scaling.rope_type",
 }
-"""Of names in `text_config`."""
+"""Names that stand for names in `text_config`."""
 
 _FIXED: Final[Mapping[str, object]] = {
     "model_type": MODEL_TYPE,
@@ -108,20 +108,20 @@ _DTYPE_ALIASES: Final = {
 }
 
 Settings = dict[str, object]
-"""By published name, with dots."""
+"""Keyed by published name, with dots."""
 
 
 def read_config(model_dir: Path, overrides: Mapping[str, object] | None = None) -> ModelConfig:
-    """The configuration in `model_dir`, with `overrides` merged over it.
+    """Read the configuration in `model_dir` and merge `overrides` over it.
 
     Args:
-        overrides: published or flat names; nested, or with dots (`text_config.rope_scaling.factor`).
+        overrides: published or flat names, nested or with dots (`text_config.rope_scaling.factor`).
             A name of `text_config` may stand by itself. Fewer `num_hidden_layers` without
-            `compress_ratios` cut the model, see `cut_layers`; other names then mean the whole one.
+            `compress_ratios` cut the model, see `cut_layers`; other names then describe the whole model.
 
     Raises:
-        ModelLoadError: the file is missing or no JSON object; a key is unknown or missing, has the
-            wrong type or a value that this model does not support.
+        ModelLoadError: the file is missing or no JSON object; or a key is unknown, missing, of the
+            wrong type, or has a value that this model does not support.
     """
     path = model_dir / "config.json"
     tree = _read_json_object(path)
@@ -229,7 +229,7 @@ def _build(settings: Settings) -> ModelConfig:
 
 
 def _refusal(error: str, settings: Settings) -> ModelLoadError:
-    """From msgspec's words, such as "Expected `int`, got `str` - at `$.rope_scaling.factor`"."""
+    """Rephrase a msgspec message such as "Expected `int`, got `str` - at `$.rope_scaling.factor`"."""
     what, _, place = error.partition(" - at `$.")
     field = re.sub(r"\[.*|`$", "", place)
     if missing := re.fullmatch(r"Object missing required field `(\w+)`", what):

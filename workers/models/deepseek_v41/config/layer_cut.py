@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 def cut_layers(config: ModelConfig, count: int) -> ModelConfig:
-    """`config` with `count` of its layers: the first ones of the encoder and the first ones of the decoder.
+    """Keep `count` layers: the first ones of the encoder and the first ones of the decoder.
 
-    Both halves keep their share, so that what is measured on the rest says something about the whole.
-    The encoder also keeps its first layer that writes global KV, if there is room. Layers are numbered
-    anew; what was said of a layer that is gone goes with it.
+    Both halves keep their share, so that measurements on the rest say something about the whole. The encoder
+    also keeps its first layer that writes global KV, if there is room. Layers are renumbered, and settings
+    for a dropped layer go with it.
 
     Args:
         config: the whole model.
         count: fewer than its layers.
 
     Raises:
-        ModelLoadError: `count` does not leave a layer of each half.
+        ModelLoadError: `count` does not leave a layer in each half.
     """
     whole, encoder = config.num_hidden_layers, config.first_decoder_layer
     least = 2 if encoder else 1

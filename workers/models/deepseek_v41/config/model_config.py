@@ -20,7 +20,7 @@ CACHE_GROUP: Final = 32
 
 Size = Annotated[int, Meta(ge=1)]
 Positive = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
-"""And finite."""
+"""Positive and finite."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the linear weights are stored: FP8 in blocks, routed experts in FP4."""
+    """Linear weights are stored as FP8 in blocks, routed experts as FP4."""
 
     weight_block_size: tuple[Size, Size] = (32, 32)
     """Rows and columns that share a scale."""
@@ -43,11 +43,9 @@ class Quantization:
 
 @dataclass(frozen=True)
 class LayerRole:
-    """What one layer writes, reads and chooses."""
-
     layer: int
     ratio: int
-    """Tokens to an entry of the global KV that this layer reads; 0: it reads none."""
+    """Tokens per entry of the global KV that this layer reads; 0: it reads none."""
     kv_source: int | None
     """The layer whose global KV and index keys this one reads; None where `ratio` is 0."""
     index_source: int | None
@@ -65,8 +63,9 @@ class LayerRole:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The text model. Limits of single fields are checked where it is decoded, and what ties fields
-    together with every instance.
+    """The text model.
+
+    Decoding checks the limits of single fields. Every instance checks what ties fields together.
 
     Raises:
         ModelLoadError: a field contradicts another; the message names it.
@@ -125,7 +124,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Of the unquantised weights."""
+    """Type of the unquantised weights."""
     quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
@@ -136,7 +135,7 @@ class ModelConfig:
 
     @cached_property
     def first_decoder_layer(self) -> int:
-        """The last layer that writes global KV; a prompt's early tokens end at its input side."""
+        """The last layer that writes global KV. A prompt's early tokens end at its input."""
         return self.kv_source_layer_ids[-1]
 
     @cached_property
@@ -148,7 +147,7 @@ class ModelConfig:
         return (self.engram_max_ngram_size - 1) * self.engram_n_heads
 
     def check_keep_tokens(self, keep_tokens: int) -> None:
-        """Refuse a bounded replay of so many prompt tokens if it does not fill the decoder's window.
+        """Refuse a bounded replay of this many prompt tokens if it does not fill the decoder's window.
 
         Raises:
             ModelLoadError: the window would read positions that were never computed.

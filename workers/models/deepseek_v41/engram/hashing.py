@@ -43,11 +43,7 @@ class HashConstants:
 
 
 def hash_constants(config: ModelConfig) -> HashConstants:
-    """The constants for `config`'s Engram layers.
-
-    Raises:
-        ModelLoadError: `engram_num_embeddings` is not the sum of the primes.
-    """
+    """Raises `ModelLoadError` if `engram_num_embeddings` is not the sum of the primes."""
     layers, heads = config.engram_layer_ids, config.engram_n_heads
     shape = (len(layers), config.engram_max_ngram_size - 1, heads)
     primes = np.fromiter(
@@ -84,7 +80,7 @@ def _primes_from(start: int) -> Iterator[int]:
 
 
 class EngramHash:
-    """Token ids to Engram row ids, for all layers at once. Holds its constants on one device.
+    """Maps token ids to Engram row ids, for all layers at once. Holds its constants on one device.
 
     Args:
         token_map: int64 `[vocab_size]`, compressed id by token id; see `engram_token_map`.
@@ -107,15 +103,15 @@ class EngramHash:
         self._offsets = constants.offsets.to(device)
 
     def compressed_ids(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Compressed ids, int64, of `token_ids` (any integer dtype and shape); images: `BORDER`."""
+        """Compressed ids, int64, of `token_ids` (any integer dtype and shape). Images map to `BORDER`."""
         return self._token_map[token_ids.to(torch.int64)]
 
     def row_ids(self, compressed: torch.Tensor) -> torch.Tensor:
         """Rows that each token reads from each layer's table.
 
         Args:
-            compressed: int64 `[..., look_back + T]`, the compressed ids of `T` consecutive tokens
-                after those of the `look_back` tokens before them (`BORDER` before the start).
+            compressed: int64 `[..., look_back + T]`, the compressed ids of `T` consecutive tokens,
+                preceded by those of the `look_back` tokens before them (`BORDER` before the start).
 
         Returns:
             int64 `[..., T, layers, row_count]`, in the order in which the rows are concatenated:

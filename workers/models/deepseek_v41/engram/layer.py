@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Engram(nn.Module):
-    """Of one layer. The table itself (`engram.embed`) is not here: it stays in host memory."""
+    """Engram part of one layer. The table itself (`engram.embed`) stays in host memory."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Engram(nn.Module):
         self.k_weight = float32_parameter(copies, width)
 
     def forward(self, stream: Tensor, embeddings: Tensor) -> Tensor:
-        """The stream [T,n,D] with the gated value added.
+        """Return the stream [T,n,D] with the gated value added.
 
         Args:
             stream: any float type.

@@ -35,7 +35,6 @@ class EngramLookup:
         device: torch.device,
         warmup: EngramWarmup | None = None,
     ) -> None:
-        """`warmup` reads the tables meanwhile; None: nobody does."""
         self._warmup = warmup
         self._hash = hashing
         self._tables = tables
@@ -49,10 +48,10 @@ class EngramLookup:
         """By slot: up to which position the rows of its prompt have been asked for ahead."""
 
     def begin(self, slot: int, known: TokenArray, start: int) -> None:
-        """A sequence begins in `slot`; its tokens before `start` are not computed here.
+        """Start a sequence in `slot` whose tokens before `start` are not computed here.
 
         Args:
-            slot: of the sequence.
+            slot: slot of the sequence.
             known: its tokens, int32, as far as they are known.
             start: position of the first token that is computed.
         """
@@ -65,10 +64,10 @@ class EngramLookup:
             tail[-count:] = self._compressed(known[start - count : start])
 
     def prompts(self, chunks: Sequence[tuple[int, int, TokenArray]]) -> dict[int, Tensor]:
-        """Embeddings by layer, [T, rows * head_dim], of the next tokens of some slots.
+        """Return embeddings by layer, [T, rows * head_dim], for the next tokens of some slots.
 
         Args:
-            chunks: slot, position of the first token, int32 tokens; one a slot.
+            chunks: slot, position of the first token, int32 tokens; one chunk per slot.
         """
         ids = []
         for slot, start, tokens in chunks:
@@ -106,8 +105,8 @@ class EngramLookup:
     def _hint(self, row_ids: Tensor) -> None:
         """Have rows [T,layers,rows] read from disk.
 
-        Worth it even right before they are looked up: a hint reads many at a time, the look-up waits
-        for one after the other.
+        This pays even right before a look-up: a hint reads many rows at a time, whereas the look-up waits for
+        one after the other.
         """
         if self._all_in_memory:
             return

@@ -33,19 +33,17 @@ _PREFETCH_QUEUE: Final = 8
 
 
 class EngramTable(Protocol):
-    """Rows of one Engram layer by row id."""
-
     def lookup(
         self,
         row_ids: torch.Tensor,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> torch.Tensor:
-        """The rows of each token, joined.
+        """Return the rows of each token, joined.
 
         Args:
             row_ids: int64 `[T, rows]`, on any device.
-            device: of the result; None: that of `row_ids`.
+            device: device of the result; None: that of `row_ids`.
 
         Returns:
             `dtype` `[T, rows * head_dim]`.
@@ -74,8 +72,8 @@ def stored_tensors(checkpoint: Checkpoint, layers: Sequence[int]) -> list[Stored
 class MappedEngramTable:
     """An `EngramTable` in a safetensors file: FP8 rows with scales, or rows of plain floats.
 
-    `lookup` waits for the disk where a row is not in the page cache yet; `EngramWarmup` reads them in.
-    One thread at a time.
+    `lookup` waits for the disk if a row is not in the page cache yet; `EngramWarmup` reads rows ahead.
+    Only one thread at a time may use it.
     """
 
     def __init__(self, rows: StoredTensor, scales: StoredTensor | None = None) -> None:
@@ -114,7 +112,7 @@ class MappedEngramTable:
 
 
 class _MappedRows:
-    """The rows of one tensor as bytes, mapped read-only."""
+    """Maps the rows of one tensor read-only, as bytes."""
 
     def __init__(self, stored: StoredTensor) -> None:
         self._file = stored.file
@@ -169,7 +167,7 @@ class _MappedRows:
 
 
 class _Prefetcher:
-    """A thread that works off a short queue of hints."""
+    """A thread that works through a short queue of hints."""
 
     def __init__(self, parts: list[_MappedRows]) -> None:
         self._parts = parts
@@ -208,7 +206,7 @@ class _Prefetcher:
 
 
 class DummyEngramTable:
-    """An `EngramTable` whose rows follow from their ids: no memory, any number of rows."""
+    """An `EngramTable` whose rows follow from their ids. It needs no memory and has any number of rows."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         self._channels = config.engram_head_dim

@@ -52,8 +52,8 @@ def load_token_map(model_dir: Path, config: ModelConfig) -> torch.Tensor:
 def token_map_from_tokenizer(tokenizer: Tokenizer, config: ModelConfig) -> torch.Tensor:
     """Derive the map, int64 `[vocab_size]`: tokens of equal normalised text share an id.
 
-    Ids count up in the order in which a text is first met. A token whose bytes are not a text by
-    themselves is known by its vocabulary entry instead.
+    Ids count up in the order in which texts first occur. A token whose bytes are no text by themselves is
+    identified by its vocabulary entry instead.
 
     Raises:
         ModelLoadError: the number of different ids is not `engram_compressed_vocab_size`.

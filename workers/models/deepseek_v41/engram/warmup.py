@@ -28,13 +28,12 @@ _log = logging.getLogger(__name__)
 
 
 class EngramWarmup:
-    """A thread that reads tensors into the page cache. Made and closed by the engine that looks rows up."""
+    """A thread that reads tensors into the page cache. The engine that looks rows up makes and closes it."""
 
     def __init__(self, tensors: Sequence[StoredTensor]) -> None:
         """Begin to read, unless the tensors do not fit into memory, which is logged.
 
-        Args:
-            tensors: rows and scales of all tables; not empty.
+        `tensors` holds the rows and scales of all tables and is not empty.
         """
         self._tensors = tensors
         self._total = sum(tensor.size for tensor in tensors)

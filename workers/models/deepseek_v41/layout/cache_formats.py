@@ -30,8 +30,6 @@ _MANTISSA: Final = (1 << _MANTISSA_BITS) - 1
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """How one cached vector is stored."""
-
     name: str
     element: Literal["e4m3", "e2m1"]
     scale: Literal["e8m0", "e4m3"]
@@ -66,11 +64,11 @@ class RecordFormat:
         return (in_groups(values, self.group) * factor.unsqueeze(-1)).flatten(-2)
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """Vectors `[..., width]` as records, uint8 `[..., record_bytes]`."""
+        """Encode vectors `[..., width]` as records, uint8 `[..., record_bytes]`."""
         return torch.cat(self.quantize(x), dim=-1)
 
     def decode(self, records: torch.Tensor) -> torch.Tensor:
-        """Records, uint8 `[..., record_bytes]`, as float32 `[..., width]`."""
+        """Decode records, uint8 `[..., record_bytes]`, to float32 `[..., width]`."""
         per_byte = 1 if self.element == "e4m3" else 2
         # record_bytes = width / per_byte + width / group
         width = records.shape[-1] * per_byte * self.group // (self.group + per_byte)
@@ -80,7 +78,7 @@ class RecordFormat:
         )
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` as it would be read back from the cache, in its own dtype."""
+        """`x` as the cache would give it back, in its own dtype."""
         return self.dequantize(*self.quantize(x)).to(x.dtype)
 
     def _scales(self, peak: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,7 +92,7 @@ class RecordFormat:
 def _power_of_two_above(peak: torch.Tensor, limit: float) -> torch.Tensor:
     """E8M0 byte of the smallest power of two s with `peak / s <= limit`.
 
-    From the bits of normal float32 numbers: a float logarithm may be off at powers of two.
+    Works on the bits of normal float32 numbers, since a float logarithm may be off at powers of two.
     """
     bits = peak.view(torch.int32)
     limit_bits: int = struct.unpack("<i", struct.pack("<f", limit))[0]

@@ -23,11 +23,11 @@ the same model; what another version stored is then never hit."""
 def build_cache_layout(
     config: ModelConfig, layout: RowLayout, keep_tokens: int, dtype: str, identity: str
 ) -> CacheLayout:
-    """Describe the caches to those that copy them.
+    """Describe the caches to whoever copies them.
 
     Args:
         config: the model.
-        layout: of its caches.
+        layout: layout of its caches.
         keep_tokens: bounded replay; 0: off.
         dtype: compute type.
         identity: digest of the weights and of the token map.

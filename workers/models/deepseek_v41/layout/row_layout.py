@@ -33,7 +33,7 @@ _SIZE_OF: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
 @dataclass(frozen=True)
 class RecordSizes:
-    """Bytes of one entry of each cache."""
+    """Bytes of one entry in each cache."""
 
     main: int
     index_data: int
@@ -44,7 +44,7 @@ class RecordSizes:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Sizes, offsets and names; all offsets in bytes from the start of the row."""
+    """Sizes, offsets and names. All offsets are in bytes from the start of the row."""
 
     kv_format: KVFormat
     records: RecordSizes
@@ -58,7 +58,7 @@ class RowLayout:
     stored_ring: int
     """Entries of a ring in a stored state."""
     stored_layers: int
-    """How many of the first layers a stored state holds the windows of."""
+    """Number of leading layers whose windows a stored state holds."""
     stored_state_bytes: int
     page_offsets: dict[int, tuple[int, int]]
     """kv source -> where its index keys and its main KV start in a page."""
@@ -100,9 +100,9 @@ def build_row_layout(
         config: the model.
         kv_format: how entries are stored.
         keep_tokens: bounded replay; see `CacheLayout.keep_tokens`.
-        store_anchors: make the encoder rings long enough that after a prompt of L tokens the states at
-            the last two page borders that a prefix cache wants, at or before L and at or before
-            L - keep_tokens, can both still be cut out.
+        store_anchors: make the encoder rings long enough for a prefix cache. After a prompt of L tokens it
+            wants the states at the last page boundary at or before L and at the last one at or before
+            L - keep_tokens; both can then still be cut out.
     """
     records = record_sizes(config, kv_format)
     stored_layers = config.first_decoder_layer if keep_tokens else config.num_hidden_layers
@@ -154,8 +154,6 @@ def build_row_layout(
 
 
 class _Row:
-    """A row under construction."""
-
     def __init__(self, kv_format: KVFormat) -> None:
         self._dtype = "uint8" if kv_format == "compact" else kv_format
         self._end = 0

@@ -14,15 +14,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _LINE_SECONDS: Final = 5.0
-"""Least time between two lines."""
+"""Shortest time between two lines."""
 
 
 @contextmanager
 def load_progress(
     title: str, report: Callable[[str], None]
 ) -> Iterator[Callable[[int, int], None]]:
-    """A callback for (bytes done, bytes in all) that shows them under `title` while open; `report`
-    gets a line of text now and then where there is no terminal."""
+    """Yield a callback for (bytes done, bytes in all) that shows them under `title` while open.
+
+    Where there is no terminal, `report` gets a line of text now and then.
+    """
     if not sys.stderr.isatty():
         yield _Lines(title, report)
         return
@@ -33,7 +35,7 @@ def load_progress(
 
 
 class _Lines:
-    """A line every few seconds, none for what is quickly done."""
+    """Prints a line every few seconds, and none for what is done quickly."""
 
     def __init__(self, title: str, report: Callable[[str], None]) -> None:
         self._title = title

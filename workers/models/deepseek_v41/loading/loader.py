@@ -92,13 +92,11 @@ def load(settings: EngineSettings, device: torch.device, observer: LoadObserver)
 
 @dataclass(frozen=True)
 class _Parts:
-    """What is loaded."""
-
     network: DeepseekV41
     hashing: EngramHash | None
     tables: Mapping[int, EngramTable]
     warmup: EngramWarmup | None
-    """Reads the tables meanwhile; None: nobody does."""
+    """Reads the tables in the meantime; None: nobody does."""
     identity: str
     """Digest of weights and token map."""
 

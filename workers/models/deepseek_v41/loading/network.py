@@ -29,10 +29,10 @@ def load_network(
     device: torch.device,
     report: Callable[[str], None],
 ) -> DeepseekV41:
-    """The model with all its weights on `device`; `report` is told how far it is.
+    """Load the model with all its weights onto `device`. `report` hears of the progress.
 
     Raises:
-        ModelLoadError: they do not fit, which is known before anything is read, or loading failed.
+        ModelLoadError: the weights do not fit, which is known before any is read, or loading failed.
     """
     try:
         model = DeepseekV41(config, dtype, device)

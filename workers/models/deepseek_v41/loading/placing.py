@@ -33,7 +33,7 @@ _IMAGE_BIAS: Final = ".gate.bias_vl"
 class WeightLoader:
     """Fills one model from one source.
 
-    Dense FP8 matrices become the compute type; routed experts in FP4 stay packed.
+    Dense FP8 matrices are converted to the compute type. Routed experts in FP4 stay packed.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class WeightLoader:
 
 
 def weight_bytes(model: DeepseekV41, source: WeightSource, dtype: torch.dtype) -> int:
-    """Bytes that all weights take on the device once they are loaded, from shapes and types alone.
+    """Bytes that the loaded weights take on the device, computed from shapes and types alone.
 
-    The Engram tables are not among them. While a matrix is decoded it takes more for a moment.
+    Leaves out the Engram tables. A matrix takes more for a moment while it is decoded.
     """
     total = sum(value.numel() * value.element_size() for value in model.parameters())
     for name, tensor in expected_tensors(model.config).items():

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Mix(NamedTuple):
-    """What one sublayer needs to know about the stream's copies; n = number of copies."""
+    """What one sublayer needs to know about the stream's n copies."""
 
     pre: Tensor
     """float32 [T,n]."""
@@ -30,8 +30,6 @@ class Mix(NamedTuple):
 
 
 class HyperConnection(nn.Module):
-    """The mix of one sublayer."""
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.copies = config.hc_mult

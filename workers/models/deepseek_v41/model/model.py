@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 
 
 class ForwardContext:
-    """What travels down the stack beside the stream: the rows, their rotations, and the entries
-    that index sources select for the layers after them."""
+    """What travels down the stack beside the stream.
+
+    It holds the rows, their rotations, and the entries that index sources select for the layers after them.
+    """
 
     def __init__(self, model: DeepseekV41, step: Step, rows: Rows, caches: Caches) -> None:
         self.rows = rows
@@ -50,8 +52,6 @@ class ForwardContext:
 
 
 class Layer(nn.Module):
-    """Engram where there is one, attention, mixture of experts."""
-
     def __init__(self, config: ModelConfig, role: LayerRole, dtype: torch.dtype) -> None:
         super().__init__()
         self.role = role
@@ -94,7 +94,7 @@ class Layer(nn.Module):
     def sublayers(
         self, stream: Tensor, x: Tensor, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """Attention on `x` and mixture of experts; returns the stream and the next `pre` mix."""
+        """Run attention on `x`, then the mixture of experts. Returns the stream and the next `pre` mix."""
         rows, rotation = context.rows, context.rotation(self.role)
         queries, low_rank, window_kv = self._project(x, rotation, rows)
         if self.role.picks_topk:
@@ -149,8 +149,11 @@ class Layer(nn.Module):
 
 
 class DeepseekV41(nn.Module):
-    """The text model. Parameters carry the released names, but for `hc_attn_fn`, which is
-    `hc_attn.fn` here (and so on), and for the routed experts, which are stacked."""
+    """The text model.
+
+    Parameters carry the released names, with two exceptions: `hc_attn_fn` is `hc_attn.fn` here (and so on),
+    and the routed experts are stacked.
+    """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -163,10 +166,10 @@ class DeepseekV41(nn.Module):
         self.head = Linear(config.hidden_size, config.vocab_size, dtype)
 
     def forward(self, step: Step, caches: Caches) -> Tensor | None:
-        """Compute a step: write the caches, return logits, float32 [R,vocab_size].
+        """Compute a step: write the caches and return logits, float32 [R,vocab_size].
 
-        The decoder layers run on the step's kept rows only, but the first of them makes the entries
-        of all rows. Rows of the result are `step.logit_rows`; None: no row is kept.
+        The decoder layers run on the step's kept rows only, but the first of them makes the entries of all
+        rows. Rows of the result are `step.logit_rows`. Returns None if no row is kept.
         """
         rows = step.encoder
         stream = self.embed.weight[step.token_ids][:, None].repeat(1, self.config.hc_mult, 1)
@@ -202,8 +205,10 @@ class DeepseekV41(nn.Module):
 def _members(
     parts: Tensor, entries: CompressedEntries, source: int, slots: Tensor, caches: Caches
 ) -> Tensor:
-    """What the tokens of each entry contributed [G,ratio,1 or 2,D], from this step's rows or from the
-    tail that an earlier step left; leaves this step's tail."""
+    """Contributions of each entry's tokens [G,ratio,1 or 2,D].
+
+    They come from this step's rows or from the tail that an earlier step left. Writes this step's tail.
+    """
     if entries.ratio == 1:
         return parts[entries.members]
     tail = caches.tail(source)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ServedDeepseekV41:
-    """Implements `ServedModel`. Positions are known on the host, so that no step waits for the device."""
+    """Implements `ServedModel`. The host knows all positions, so no step waits for the device."""
 
     def __init__(
         self,

@@ -32,8 +32,10 @@ class Experts(nn.Module):
         """What the two codes of a byte stand for: [256,2]."""
 
     def put(self, name: str, expert: int, data: Tensor) -> None:
-        """Copy one expert's part into its stack: `w1` as stored on the device, or its scales under
-        `w1_scale`. The first one decides the type of the stack."""
+        """Copy one expert's part into its stack: `w1` as stored on the device, or its scales as `w1_scale`.
+
+        The first part decides the type of the stack.
+        """
         if data.dtype == torch.float8_e8m0fnu:
             data = data.view(torch.uint8)  # few operations know the type itself
         stack = self._stacks.get(name)
@@ -58,9 +60,9 @@ class Experts(nn.Module):
         return self._unpack(weights, scales[ids], dtype)
 
     def _unpack(self, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """Two values a byte from a table, which moves far less memory than decoding bit by bit.
+        """Look up two values per byte in a table, which moves far less memory than decoding bit by bit.
 
-        The product with the scale, a power of two, is exact in any type of float32's range.
+        The product with the scale, a power of two, is exact in any type with float32's range.
         """
         exact = torch.float32 if dtype == torch.float16 else dtype
         table = self._pairs.get(exact)

@@ -24,7 +24,7 @@ _TILE_WEIGHTS: Final = 1 << 27
 
 
 class Gate(nn.Module):
-    """The router. Its scores are float32; the bias decides the choice, not the weights."""
+    """The router. Its scores are float32. The bias affects the choice of experts, not their weights."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -50,8 +50,6 @@ def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
 
 
 class SharedExpert(nn.Module):
-    """The expert that every token runs through."""
-
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.limit = config.swiglu_limit
@@ -65,8 +63,6 @@ class SharedExpert(nn.Module):
 
 
 class MoE(nn.Module):
-    """The feed-forward sublayer."""
-
     def __init__(self, config: ModelConfig, experts: Experts, dtype: torch.dtype) -> None:
         super().__init__()
         self.limit = config.swiglu_limit
@@ -75,12 +71,10 @@ class MoE(nn.Module):
         self.shared_experts = SharedExpert(config, dtype)
 
     def forward(self, x: Tensor, *, one_row_tiles: bool) -> Tensor:
-        """[T,D] -> [T,D].
+        """[T,D] -> [T,D], in the type of `x`, which may be any float type.
 
-        Args:
-            x: any float type, which is also the result's.
-            one_row_tiles: give each token-expert pair a product of its own, so that its result
-                cannot depend on which other tokens chose the same expert.
+        `one_row_tiles` gives each token-expert pair a product of its own, so that its result cannot depend on
+        which other tokens chose the same expert.
         """
         chosen, weights = self.gate(x)
         tile = 1 if one_row_tiles else tile_rows(chosen.numel(), self.experts.count)
@@ -90,8 +84,10 @@ class MoE(nn.Module):
 
 
 def tile_rows(pairs: int, experts: int) -> int:
-    """About as many rows to a tile as an expert gets on average, so that few tiles are half empty
-    and an expert's weights are unpacked about twice at most."""
+    """About as many rows per tile as an expert gets on average.
+
+    Few tiles are then half empty, and an expert's weights are unpacked about twice at most.
+    """
     return 1 << max(0, -(-pairs // experts) - 1).bit_length()
 
 
@@ -106,7 +102,7 @@ def routed_experts(
         chosen: int64 [T,k].
         weights: float32 [T,k].
         limit: clamp of the activation.
-        tile: rows to a tile, a power of two.
+        tile: rows per tile, a power of two.
     """
     top = chosen.shape[1]
     order, tile_expert, place = _tiles(chosen.flatten(), experts.count, tile)
@@ -136,7 +132,7 @@ def routed_experts(
 def _tile_outputs(
     experts: Experts, inputs: Tensor, ids: Tensor, scales: Tensor, limit: float
 ) -> Tensor:
-    """[N,tile,D] inputs of experts `ids` [N] -> float32 [N,tile,D]."""
+    """Inputs [N,tile,D] of experts `ids` [N] -> float32 [N,tile,D]."""
 
     def product(x: Tensor, kind: ExpertMatrix) -> Tensor:
         return batched_product(x, experts.matrices(kind, ids, x.dtype).transpose(1, 2))
@@ -148,8 +144,8 @@ def _tile_outputs(
 def _tiles(pair_expert: Tensor, experts: int, tile: int) -> tuple[Tensor, Tensor, Tensor]:
     """Cut pairs into tiles of one expert each.
 
-    Returns the order of the pairs by expert [P], the expert of each tile (unused tiles at the end
-    have some expert), and where in the tiles each ordered pair goes [P]; all int64.
+    Returns the order of the pairs by expert [P], the expert of each tile (unused tiles at the end have some
+    expert), and the place in the tiles of each ordered pair [P]; all int64.
     """
     pairs = len(pair_expert)
     if tile == 1:

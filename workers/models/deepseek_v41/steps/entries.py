@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CompressedEntries:
-    """Entries of one ratio that a step completes. G entries of `ratio` tokens, tail ring of R."""
+    """Entries of one ratio that a step completes: G entries of `ratio` tokens, with a tail ring of R."""
 
     ratio: int
     positions: Tensor
@@ -46,8 +46,8 @@ class CompressedEntries:
 def entry_runs(spans: Sequence[Span], ratio: int, store_from: Sequence[int]) -> IntArray:
     """[B,2]: first entry and number of entries that each sequence completes in this step.
 
-    An entry is complete with its last token. Entries of tokens before `store_from` are in the pages
-    already and not made again.
+    The last token of an entry completes it. Entries of tokens before `store_from` are in the pages already
+    and are not made again.
     """
     first = [
         max(s.start // ratio, -(-low // ratio)) for s, low in zip(spans, store_from, strict=True)
@@ -113,7 +113,7 @@ class EntryInputs:
         )
 
     def entries(self, block_tables: Tensor) -> CompressedEntries:
-        """The device's part, once the upload is sent. `block_tables`: int64 [B,P]."""
+        """Do the device's part, once the upload is sent. `block_tables` is int64 [B,P]."""
         entry = self.entry.long()
         positions = entry * self.ratio
         return CompressedEntries(

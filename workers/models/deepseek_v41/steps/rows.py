@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Span(NamedTuple):
-    """Consecutive rows of one sequence. All rows hold positions start .. start+count-1."""
+    """Consecutive rows of one sequence, at positions start .. start+count-1."""
 
     slot: int
     first_row: int
     start: int
     rows: int
-    """How many."""
+    """Number of rows."""
     window_from: int
     """First position that a window may look at; 0 unless earlier window KV is missing on purpose."""
 
@@ -38,7 +38,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one part of the model, on the device. T rows of B sequences, window W, ring R."""
+    """Rows of one part of the model, on the device: T rows of B sequences, window W, ring R."""
 
     spans: tuple[Span, ...]
     positions: Tensor
@@ -151,7 +151,7 @@ class RowInputs:
 
 
 def ragged_arange(starts: IntArray, counts: IntArray) -> IntArray:
-    """starts[0], starts[0]+1, ... (counts[0] of them), then the same for the next one."""
+    """starts[0], starts[0]+1, ... (counts[0] of them), then the same for the next start."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total, dtype=np.int32) + np.repeat(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """All that the model needs to know of one step. T rows of B sequences, R rows with logits."""
+    """All that the model needs to know of one step: T rows of B sequences, R rows with logits."""
 
     token_ids: Tensor
     """int64 [T]."""
@@ -38,13 +38,13 @@ class Step:
     decoder_rows: Tensor | None
     """int64: rows of the encoder that the decoder keeps; None: all."""
     entries: Mapping[int, CompressedEntries]
-    """By ratio."""
+    """Keyed by ratio."""
     logit_rows: Tensor
     """int64 [R]: rows of the decoder."""
     logit_tiles: list[Tile] | None
     """None: results may depend on the batch."""
     engram: Mapping[int, Tensor]
-    """By layer: the table rows of each token, [T, rows * head_dim]."""
+    """Keyed by layer: the table rows of each token, [T, rows * head_dim]."""
 
     def embeddings(self, layer: int, rows: Rows) -> Tensor | None:
         found = self.engram.get(layer)
@@ -64,7 +64,7 @@ class StepInputs:
     logit_rows: Tensor
     logit_tiles: list[Tile] | None
     pages: int
-    """That the longest of the sequences has."""
+    """Pages of the longest sequence."""
     engram: Mapping[int, Tensor]
 
     def step(self, tensors: BatchTensors) -> Step:
@@ -85,8 +85,6 @@ class StepInputs:
 
 
 class StepBuilder:
-    """Builds steps for one model and one cache layout."""
-
     def __init__(self, config: ModelConfig, layout: RowLayout, *, batch_invariant: bool) -> None:
         self._window = config.sliding_window
         self._layout = layout
@@ -106,17 +104,17 @@ class StepBuilder:
         window_from: Sequence[int] | None = None,
         store_from: Sequence[int] | None = None,
     ) -> StepInputs:
-        """The host's part of the step that computes `segments`.
+        """Do the host's part of the step that computes `segments`.
 
         Args:
-            segments: one a sequence.
-            logit_rows: the decoder must keep them.
+            segments: one per sequence.
+            logit_rows: the decoder must keep these rows.
             engram: see `Step.engram`.
-            upload: where to put what the device must know.
-            window_from: by segment, the first position that the encoder's windows look at: 0 unless their
-                state was lost. None: 0 for all.
-            store_from: by segment, global KV of tokens before this position is in the pages already and is
-                not written. None: 0 for all.
+            upload: receives what the device must know.
+            window_from: by segment, the first position that the encoder's windows look at. It is 0 unless
+                their state was lost. None: 0 for all.
+            store_from: by segment, the position before which global KV is in the pages already and is not
+                written. None: 0 for all.
         """
         nothing = [0] * len(segments)
         encoder = _spans(segments, [s.start for s in segments], window_from or nothing)

@@ -45,25 +45,21 @@ _KNOWN_DTYPES: Final = FLOAT_DTYPES | BYTE_DTYPES | SCALE_DTYPES | {FP8_DTYPE}
 
 
 class WeightSource(Protocol):
-    """Where weights come from: a checkpoint, or made-up ones of the same shapes."""
+    """Supplies weights, from a checkpoint or made up with the same shapes."""
 
     def shards(
         self, wanted: Callable[[str], bool] | None = None, progress: Progress | None = None
     ) -> Iterator[NamedTensors]:
-        """The tensors `wanted` (default: all), in groups, as stored: weights and their scales.
+        """Yield the `wanted` tensors (default: all) in groups, as stored: weights and their scales.
 
-        Scales are named like their weight, with `scale` for `weight`. Packed FP4 is uint8. A tensor
-        may be a view of a mapped file, which stays mapped while the tensor lives: copy it to keep it.
+        A scale is named like its weight, with `scale` for `weight`. Packed FP4 is uint8. A tensor may be a
+        view of a mapped file, which stays mapped while the tensor lives: copy it to keep it.
         """
         ...
 
-    def scale_of(self, name: str) -> torch.Tensor | None:
-        """The E8M0 scale of the weight `name`; None: it is not quantised."""
-        ...
+    def scale_of(self, name: str) -> torch.Tensor | None: ...
 
-    def is_packed(self, name: str) -> bool:
-        """Whether the weight `name` is packed FP4."""
-        ...
+    def is_packed(self, name: str) -> bool: ...
 
 
 @dataclass
@@ -133,7 +129,7 @@ class _Meter:
 
 
 def open_checkpoint(model_dir: Path, config: ModelConfig) -> Checkpoint:
-    """Check the checkpoint in `model_dir` against `config`. Reads the files' headers only.
+    """Check the checkpoint in `model_dir` against `config`. Reads only the files' headers.
 
     Raises:
         ModelLoadError: a file is missing, truncated, damaged or a Git LFS pointer; a tensor is

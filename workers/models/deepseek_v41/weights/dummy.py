@@ -52,7 +52,7 @@ class _Plan:
 
 
 class DummyWeights:
-    """A `WeightSource` that makes its tensors on `device` when they are asked for."""
+    """A `WeightSource` that makes its tensors on `device` on demand."""
 
     def __init__(self, config: ModelConfig, device: torch.device | str) -> None:
         self._device = torch.device(device)

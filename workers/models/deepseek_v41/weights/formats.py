@@ -17,7 +17,7 @@ def dequantize(
     block: tuple[int, int],
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """A stored weight as `dtype`, whatever its format: unquantised, FP8 blocks or packed FP4.
+    """Decode a stored weight to `dtype` from any format: unquantised, FP8 blocks or packed FP4.
 
     Args:
         data: as it stands in the checkpoint; bytes (`uint8`, `int8`) are packed FP4.
@@ -37,10 +37,9 @@ def dequantize_fp8(
     block: tuple[int, int],
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Decode e4m3 `data [rows, columns]` with one scale for each `block`, cut off at the edges.
+    """Decode e4m3 `data [rows, columns]` with one scale per `block`; blocks are cut off at the edges.
 
-    Args:
-        scale: E8M0 `[ceil(rows / block[0]), ceil(columns / block[1])]`.
+    `scale` is E8M0 `[ceil(rows / block[0]), ceil(columns / block[1])]`.
     """
     rows, columns = data.shape
     factors = scale_values(scale)
@@ -69,7 +68,7 @@ def dequantize_rows(
 
 
 def scale_values(scale: torch.Tensor) -> torch.Tensor:
-    """E8M0 scales (`float8_e8m0fnu` or their bytes) as float32 powers of two."""
+    """Convert E8M0 scales (`float8_e8m0fnu` or their bytes) to float32 powers of two."""
     return scale.view(torch.float8_e8m0fnu).to(torch.float32)
 
 
@@ -82,7 +81,7 @@ def in_groups(x: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
-    """Decode e2m1 pairs `[..., n]` to float32 `[..., 2 n]`: the low nibble comes first."""
+    """Decode e2m1 pairs `[..., n]` to float32 `[..., 2 n]`. The low nibble comes first."""
     nibbles = packed.view(torch.uint8)
     codes = torch.stack([nibbles & 0xF, nibbles >> 4], dim=-1).flatten(-2)
     # 0, 0.5, 1, 1.5 | 2, 3 | 4, 6. Arithmetic, not a table: a table would have to be copied to the
@@ -95,7 +94,7 @@ def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
 def pack_fp4(values: torch.Tensor) -> torch.Tensor:
     """Round float32 `[..., 2 n]` to e2m1 and pack: uint8 `[..., n]`, the low nibble first.
 
-    To the nearest value, ties to the even code; beyond +-6 to +-6.
+    Rounds to the nearest value, ties to the even code, and saturates at +-6.
     """
     size = values.abs().clamp(max=6.0)
     # The spacing of values is 0.5 below 2, 1 below 4, then 2; `round` takes ties to even.

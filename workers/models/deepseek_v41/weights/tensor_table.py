@@ -35,7 +35,7 @@ EXPERT_NAME: Final = re.compile(r"(?P<module>.+\.experts)\.(?P<id>\d+)\.(?P<matr
 
 @dataclass(frozen=True)
 class ExpectedTensor:
-    """One tensor by its meaning: `shape` counts values, not packed bytes."""
+    """A tensor as the model sees it: `shape` counts values, not packed bytes."""
 
     shape: Shape
     kind: Kind
@@ -46,7 +46,7 @@ class ExpectedTensor:
 
 @dataclass(frozen=True)
 class StoredShape:
-    """Shapes in the file of a tensor that is stored as a certain dtype."""
+    """Shapes in the file of a tensor stored as a given dtype."""
 
     data: Shape
     scale: Shape | None
@@ -77,10 +77,9 @@ def expected_tensors(config: ModelConfig) -> dict[str, ExpectedTensor]:
 def stored_shape(
     tensor: ExpectedTensor, dtype: str, block: tuple[int, int] | None
 ) -> StoredShape | None:
-    """How `tensor` lies in a file as `dtype`; None if it cannot be stored so.
+    """How `tensor` lies in a file as `dtype`, or None if it cannot be stored that way.
 
-    Args:
-        block: rows and columns to a scale of FP8 matrices; None: the model is not quantised.
+    `block`: rows and columns per scale of FP8 matrices; None: the model is not quantised.
     """
     if dtype in FLOAT_DTYPES:
         return StoredShape(tensor.shape, None)

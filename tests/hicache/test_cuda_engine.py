@@ -14,14 +14,13 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hicache.copies.copy_choice import CopyChoice
 from hicache.copies.open import open_cache_copies
 from hicache.manager.host import HostPrefixCache
 from hicache.pool.host_pool import HostPool, PoolGeometry
 from hicache.pool.segment import create_segment
-from tests.support.engines import open_engine
+from tests.support.engines import open_engine, save_random_llama
 from transport.ids import ProcessName, RequestId
 from transport.messages.generate import Generate, SamplingParams
 from transport.telemetry.metrics import MetricSet
@@ -42,15 +41,7 @@ ON_GPU = [
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_attention_heads=4,
-        num_key_value_heads=2, num_hidden_layers=2, max_position_embeddings=1024,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.2,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("llama")
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    return folder
+    return save_random_llama(tmp_path_factory.mktemp("llama"), VOCAB)
 
 
 class Rank:

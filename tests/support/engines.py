@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from workers.attention.batch import BatchTensors, IntArray, Segment
 from workers.engine.create import create_engine
@@ -30,6 +31,18 @@ def engine_settings(model_dir: Path | str = "", **changes: object) -> EngineSett
 
 def open_engine(model_dir: Path, observer: LoadObserver = QUIET, **changes: object) -> ModelEngine:
     return create_engine(engine_settings(model_dir, **changes), observer)
+
+
+def save_random_llama(folder: Path, vocab_size: int) -> Path:
+    """Two layers with grouped heads and the same weights each time, float32."""
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=64, intermediate_size=96, num_attention_heads=4,
+        num_key_value_heads=2, num_hidden_layers=2, max_position_embeddings=1024,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.2,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
 
 
 class DirectUpload:

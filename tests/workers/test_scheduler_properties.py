@@ -195,14 +195,12 @@ def test_prompts_wait_for_the_interval_only_while_something_decodes():
     assert kinds == "PdddddPddddddd"
 
 
-def test_better_priority_displaces_the_last_in_rank_when_slots_run_out():
-    engine = FakeEngine(FakeEngineSettings(VOCAB, 20, 1, 100, page_tokens=PAGE))
-    scheduler = Scheduler(engine.info, 64, 1)
-    scheduler.add(make_sequence(0, Wanted([1, 2], 20, 0, True, 5, 0, None, None)))
+def ending_order(scheduler: Scheduler, engine: FakeEngine, late: Sequence) -> list[RequestId]:
+    """Run until nothing is left; `late` comes when three steps are over."""
     order = []
     for turn in range(200):
         if turn == 3:
-            scheduler.add(make_sequence(1, Wanted([3], 2, 0, True, 0, 0, None, None)))
+            scheduler.add(late)
         step = scheduler.next_step()
         if step is None:
             break
@@ -210,6 +208,15 @@ def test_better_priority_displaces_the_last_in_rank_when_slots_run_out():
         for row in scheduler.collect().rows:
             if row.finish != RUNNING:
                 order.append(row.sequence.key[0])
+    return order
+
+
+def test_better_priority_displaces_the_last_in_rank_when_slots_run_out():
+    engine = FakeEngine(FakeEngineSettings(VOCAB, 20, 1, 100, page_tokens=PAGE))
+    scheduler = Scheduler(engine.info, 64, 1)
+    scheduler.add(make_sequence(0, Wanted([1, 2], 20, 0, True, 5, 0, None, None)))
+    late = make_sequence(1, Wanted([3], 2, 0, True, 0, 0, None, None))
+    order = ending_order(scheduler, engine, late)
     assert order == ["r1", "r0"]
     assert scheduler.counts.preemptions == 1
 
@@ -255,16 +262,7 @@ def test_of_those_that_may_give_way_the_last_in_rank_does():
     scheduler = Scheduler(engine.info, 64, 1)
     for number, priority in enumerate((3, 5)):
         scheduler.add(make_sequence(number, Wanted([number], 20, 0, True, priority, 0, None, None)))
-    order = []
-    for turn in range(200):
-        if turn == 3:
-            scheduler.add(make_sequence(2, Wanted([3], 2, 0, True, 0, 0, None, None)))
-        step = scheduler.next_step()
-        if step is None:
-            break
-        step.launched = engine.launch(step.plan)
-        for row in scheduler.collect().rows:
-            if row.finish != RUNNING:
-                order.append(row.sequence.key[0])
+    late = make_sequence(2, Wanted([3], 2, 0, True, 0, 0, None, None))
+    order = ending_order(scheduler, engine, late)
     assert order == ["r2", "r0", "r1"]
     assert scheduler.counts.preemptions == 1

@@ -134,6 +134,10 @@ def _run(tree: Path, files: Sequence[str], log: Path, keeps_bytecode: bool) -> N
     code = 70
     try:
         os.setsid()
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # nohup ignores the first
+            signal.signal(
+                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            )
         _redirect(log)
         root = str(Path.cwd())
         os.chdir(tree)

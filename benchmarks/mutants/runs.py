@@ -16,7 +16,7 @@ from benchmarks.mutants.tree import copy_checkout, mutated
 
 UNMUTATED_SECONDS: Final = 300.0
 """Longest run of one test file as it is."""
-LEAST_SECONDS: Final = 60.0
+LEAST_SECONDS: Final = 30.0
 """A mutant's tests may take this long, or so many times as long as without it:"""
 PATIENCE: Final = 10
 

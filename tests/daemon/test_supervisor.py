@@ -12,6 +12,7 @@ from daemon.supervision.child_process import ChildProcess, ChildSpec
 from daemon.supervision.restart_policy import FIRST_DELAY_SECONDS, HEALTHY_SECONDS
 from daemon.supervision.supervisor import Supervisor
 from tests.support.waiting import eventually
+from transport.child import EXIT_FATAL
 from transport.ids import ProcessName
 
 
@@ -81,6 +82,15 @@ def test_a_child_that_loads_for_minutes_and_never_serves_backs_off(bench):
 def test_a_child_that_hangs_as_soon_as_it_serves_backs_off_however_long_it_hung(bench):
     waits = [bench.live(loading=1.0, serving=0.2, hanging=120.0) for _ in range(3)]
     assert waits == pytest.approx([FIRST_DELAY_SECONDS * 2**n for n in range(3)])
+
+
+def test_a_child_that_says_by_its_exit_code_that_a_restart_is_in_vain_is_not_started_again(bench):
+    bench.child.process.code = EXIT_FATAL
+    (death,) = bench.supervisor.collect_deaths(bench.now, give_up_on_loops=False)
+    assert death.hopeless
+    assert "exit code 78" in death.reason
+    assert bench.child.is_given_up
+    assert bench.supervisor.next_restart() is None
 
 
 def test_what_systemd_tells_the_daemon_is_not_for_its_children(monkeypatch, tmp_path):

@@ -39,6 +39,8 @@ LEFT_BEHIND: Final = (
 """Packages that a fork must not have from its parent."""
 NOTHING_RAN: Final = 5
 """Exit code of pytest."""
+UNFIT: Final = 70
+"""Exit code of a fork in which no test was begun."""
 _FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
@@ -84,7 +86,7 @@ class Ended:
 
     @property
     def nothing_ran(self) -> bool:
-        return self.code == NOTHING_RAN
+        return self.code in (NOTHING_RAN, UNFIT)
 
     @property
     def noticed_by(self) -> str:
@@ -131,7 +133,7 @@ class TestFork:
 
 def _run(tree: Path, files: Sequence[str], log: Path, keeps_bytecode: bool) -> NoReturn:
     """The fork's life. It returns to none of its parent's code."""
-    code = 70
+    code = UNFIT
     try:
         os.setsid()
         for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # nohup ignores the first
@@ -163,3 +165,4 @@ def _redirect(log: Path) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, place in ((nothing, 0), (written, 1), (written, 2)):
         os.dup2(source, place)
+    sys.stdout, sys.stderr = (os.fdopen(place, "w", closefd=False) for place in (1, 2))

@@ -33,7 +33,7 @@ class Mutant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         text = (root / self.file).read_text()
         found = text.count(self.old)
         if found != 1:
-            raise ValueError(f"{self.name}: {self.file} holds its text {found} times, not once")
+            raise ValueError(f"{self.file} holds its text {found} times, not once")
         return text.replace(self.old, self.new)
 
 

@@ -197,8 +197,8 @@ def test_penalties_match_a_naive_reference(
     seed: int,
     level: float,
 ) -> None:
-    """Greedy under penalties, whether or not all logits are negative, from history given at once or tokens seen chunk by chunk, and in a
-    slot that another sequence used before."""
+    """Greedy under penalties, whether or not all logits are negative: from history given at once or
+    tokens seen chunk by chunk, and in a slot that another sequence used before."""
     sampling = params(
         temperature=0.0,
         repetition_penalty=repetition,

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import logging
 import re
 import socket
+import threading
 import time
 import zlib
 
 import pytest
 
+from frontend.errors import ApiError
+from frontend.http.body_budget import BodyBudget
+from frontend.http.body_limits import BodyLimits, read_body
 from frontend.readiness import Readiness
 from tests.support.frontend import Script, request_http
 from tests.support.waiting import eventually
@@ -118,6 +123,20 @@ def test_a_body_that_grows_too_large_is_refused(serve):
     assert answer.startswith(b"HTTP/1.1 413")
     assert b"larger than 100000 bytes" in answer
     assert request_http(server, "POST", CHAT, b" " * 100_001).status == 413
+
+
+def test_a_body_is_bounded_as_a_whole_however_its_pieces_come():
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": b" " * 60, "more_body": True}
+
+    async def run() -> None:
+        with BodyBudget(1 << 20, 1).share() as share:
+            headers = {b"content-type": b"application/json"}
+            await read_body(headers, receive, BodyLimits(100, 60.0), share)
+
+    with pytest.raises(ApiError, match="larger than 100 bytes") as caught:
+        asyncio.run(run())
+    assert caught.value.status == 413
 
 
 def test_slow_bodies_and_heads_time_out(serve):
@@ -318,11 +337,7 @@ def test_not_ready_and_draining(serve):
 
 
 def test_running_requests_can_be_ended(serve):
-    from frontend.errors import ApiError
-
     server = serve(Script(hang_after=2))
-    import threading
-
     answers = []
     for stream in (True, False):
         body = {**BODY, "stream": stream}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import re
 import select
@@ -26,7 +27,10 @@ import psutil
 from daemon.errors import ConfigurationError, DeepInferError
 from daemon.system.operator_text import require_utf8
 from daemon.system.private_path import UntrustedPathError, check_private_path
+from daemon.system.process_start import boot_id, seconds_at_start
 from transport.sockets import SOCKET_FILES, Endpoints
+
+log = logging.getLogger(__name__)
 
 SYSTEM_DIRECTORY: Final = Path("/run/deepinfer")
 """Where the instances of root and of systemd have their run directories."""
@@ -235,11 +239,15 @@ class RunDirectory:
         killed."""
         rows = []
         for pid in pids:
-            with contextlib.suppress(psutil.Error):
-                rows.append([pid, psutil.Process(pid).create_time()])
+            with contextlib.suppress(OSError):
+                rows.append([pid, seconds_at_start(pid)])
         temporary = self.path / f"{CHILDREN_FILE}.new"
-        temporary.write_text(json.dumps(rows))
-        temporary.replace(self.path / CHILDREN_FILE)
+        try:
+            temporary.write_text(json.dumps({"boot": boot_id(), "children": rows}))
+            temporary.replace(self.path / CHILDREN_FILE)
+        except OSError as error:
+            # The kernel ends them with this daemon all the same.
+            log.warning("%s cannot be written (%s): make room in it", self.path, error.strerror)
 
     def close(self) -> None:
         """Remove our files and, if nothing stays in it, the directory; then free the lock. Idempotent."""
@@ -323,28 +331,35 @@ def _target_options(path: Path, instance: str) -> str:
 
 def _end_leftover_children(path: Path) -> None:
     """End the children of a killed daemon, which the kernel is about to end anyway."""
-    try:
-        rows = json.loads((path / CHILDREN_FILE).read_text())
-    except (OSError, ValueError):
-        return
-    for pid, created in rows:
+    for pid, started in _recorded_children(path):
         try:
-            if psutil.Process(pid).create_time() != created:
-                continue
             pidfd = os.pidfd_open(pid)
-        except (psutil.Error, OSError):
+        except OSError:
             continue
         try:
+            if seconds_at_start(pid) != started:
+                continue
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             if not has_ended(pidfd, _LEFTOVER_SECONDS):
                 raise DeepInferError(
                     f"Process {pid}, left over from a killed daemon, does not end: "
                     "wait for it or restart the machine."
                 )
-        except ProcessLookupError:
+        except (FileNotFoundError, ProcessLookupError):
             continue
         finally:
             os.close(pidfd)
+
+
+def _recorded_children(path: Path) -> list[tuple[int, float]]:
+    """Process id and start of each; none where another boot, or another version, has written them."""
+    try:
+        record = json.loads((path / CHILDREN_FILE).read_text())
+        if record["boot"] != boot_id():
+            return []
+        return [(int(pid), float(started)) for pid, started in record["children"]]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
 
 
 def has_ended(pidfd: int, seconds: float) -> bool:

@@ -15,6 +15,7 @@ from daemon.cli.stop import stop
 from daemon.cli.target import Target
 from daemon.errors import ConfigurationError, DeepInferError
 from daemon.system import run_directory
+from daemon.system.process_start import boot_id, seconds_at_start
 from daemon.system.run_directory import (
     CHILDREN_FILE,
     RunDirectory,
@@ -95,30 +96,47 @@ def test_sentences_name_the_instance_in_the_directory_and_how_to_reach_it(tmp_pa
         assert f"stop --instance a --run-dir '{other}'`" in told
 
 
-def test_a_killed_owner_frees_the_lock_and_its_children_are_ended(run_path):
+RECORD_AND_DIE = (
+    "import os, sys; from pathlib import Path; from daemon.system.run_directory import RunDirectory\n"
+    "d = RunDirectory.lock(Path(sys.argv[1]), 'a'); d.record_children([int(sys.argv[2])])\n"
+    "os.kill(os.getpid(), 9)"
+)
+
+
+@pytest.mark.parametrize("hours", [0, -1, 24 * 365 * 10])
+def test_a_killed_owner_frees_the_lock_and_its_children_are_ended(run_path, monkeypatch, hours):
     child = subprocess.Popen(["sleep", "1000"])
-    code = (
-        "import os, sys; from pathlib import Path; from daemon.system.run_directory import RunDirectory\n"
-        "d = RunDirectory.lock(Path(sys.argv[1]), 'a'); d.record_children([int(sys.argv[2])])\n"
-        "os.kill(os.getpid(), 9)"
-    )
-    subprocess.run([sys.executable, "-c", code, str(run_path), str(child.pid)], check=False)
+    words = [sys.executable, "-c", RECORD_AND_DIE, str(run_path), str(child.pid)]
+    subprocess.run(words, check=False)
     assert (run_path / CHILDREN_FILE).exists()
     assert running_pid(run_path) is None
+    # The machine's clock is set meanwhile: the kernel then tells another time of its boot.
+    boot_time = psutil.boot_time()
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: boot_time + hours * 3600)
     directory = RunDirectory.lock(run_path, "a")
     assert child.wait(0) == -9
     assert not (run_path / CHILDREN_FILE).exists()
     directory.close()
 
 
-def test_a_stranger_with_a_recorded_pid_is_left_alone(run_path):
+@pytest.mark.parametrize(
+    "boot, seconds_earlier", [(boot_id(), 10.0), ("another boot", 0.0)], ids=["later", "rebooted"]
+)
+def test_a_stranger_with_a_recorded_pid_is_left_alone(run_path, boot, seconds_earlier):
     run_path.mkdir(parents=True, mode=0o700)
     with subprocess.Popen(["sleep", "1000"]) as stranger:
-        created = psutil.Process(stranger.pid).create_time()
-        (run_path / CHILDREN_FILE).write_text(json.dumps([[stranger.pid, created - 10]]))
+        row = [stranger.pid, seconds_at_start(stranger.pid) - seconds_earlier]
+        (run_path / CHILDREN_FILE).write_text(json.dumps({"boot": boot, "children": [row]}))
         RunDirectory.lock(run_path, "a").close()
         assert stranger.poll() is None
         stranger.kill()
+
+
+@pytest.mark.parametrize("text", ["", "[", "[[1, 2.0]]", "null", '{"boot": 1}'])
+def test_a_damaged_record_of_children_is_none(run_path, text):
+    run_path.mkdir(parents=True, mode=0o700)
+    (run_path / CHILDREN_FILE).write_text(text)
+    RunDirectory.lock(run_path, "a").close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")

@@ -8,6 +8,7 @@ holder dies, which is also how `stop` knows that an instance is gone.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -44,6 +45,9 @@ OWN_FILES: Final = (
 )  # fmt: skip
 _NOTIFY_FILE: Final = re.compile(r"n(\d+)\.sock")
 _LEFTOVER_SECONDS: Final = 10.0
+_ROOM_BYTES: Final = 64 << 10
+_ROOM_FILES: Final = 16
+"""Sockets, process ids and names; the log comes on top."""
 
 
 def choose_run_directory(instance: str, wanted: Path | None) -> Path:
@@ -181,6 +185,7 @@ def make_run_directory(path: Path) -> None:
     """
     try:
         check_private_path(path)
+        _check_room(path)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
         path.mkdir(exist_ok=True, mode=0o700)
         # Again, with what was made: from here on nobody else can exchange anything.
@@ -198,11 +203,31 @@ def make_run_directory(path: Path) -> None:
             "choose another one with --run-dir."
         ) from error
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        raise _unusable(path, error) from error
+
+
+def _check_room(path: Path) -> None:
+    """Full file systems are known before any process needs them."""
+    place = next(p for p in (path, *path.parents) if p.exists())
+    found = os.statvfs(place)
+    free_bytes = found.f_bavail * found.f_frsize
+    # Some file systems make files as they go, and tell of none.
+    free_files = found.f_favail if found.f_files else _ROOM_FILES
+    if free_bytes < _ROOM_BYTES or free_files < _ROOM_FILES:
         raise DeepInferError(
-            f"The run directory {path} cannot be used ({reason}): "
-            "choose a writable one with --run-dir."
-        ) from error
+            f"The file system of the run directory {path} is full ({free_bytes >> 10} KiB and "
+            f"{free_files} files are left): make room in {place}, or choose another one with --run-dir."
+        )
+
+
+def _unusable(path: Path, error: OSError) -> DeepInferError:
+    reason = (error.strerror or str(error)).lower()
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    advice = f"make room in {path.parent}, or " if is_full else ""
+    return DeepInferError(
+        f"The run directory {path} cannot be used ({reason}): {advice}"
+        "choose a writable one with --run-dir."
+    )
 
 
 @dataclass
@@ -222,13 +247,18 @@ class RunDirectory:
             DeepInferError: the instance runs already, or the directory cannot be used.
         """
         make_run_directory(path)
-        lock_fd = _take_lock(path, instance)
-        directory = cls(path, lock_fd)
+        try:
+            directory = cls(path, _take_lock(path, instance))
+        except OSError as error:
+            raise _unusable(path, error) from error
         try:
             _end_leftover_children(path)
             directory._remove_files(keep=(LOG_FILE,))
             (path / PID_FILE).write_text(f"{os.getpid()}\n")
             (path / NAME_FILE).write_text(f"{instance}\n")
+        except OSError as error:
+            directory.close()
+            raise _unusable(path, error) from error
         except BaseException:
             directory.close()
             raise

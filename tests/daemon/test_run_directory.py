@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -23,6 +27,7 @@ from daemon.system.run_directory import (
     choose_run_directory,
     find_run_directory,
     holds_lock,
+    make_run_directory,
     not_running,
     running_pid,
 )
@@ -137,6 +142,56 @@ def test_a_damaged_record_of_children_is_none(run_path, text):
     run_path.mkdir(parents=True, mode=0o700)
     (run_path / CHILDREN_FILE).write_text(text)
     RunDirectory.lock(run_path, "a").close()
+
+
+@contextlib.contextmanager
+def no_room() -> Iterator[None]:
+    """The kernel refuses to write to files, as where the file system is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_directory_that_cannot_be_written_is_one_sentence_and_leaves_nothing(run_path):
+    with (
+        no_room(),
+        pytest.raises(DeepInferError, match=r"cannot be used \(file too large\): .*run-dir"),
+    ):
+        RunDirectory.lock(run_path, "a")
+    assert not run_path.exists()
+    RunDirectory.lock(run_path, "a").close()
+
+
+def test_children_that_cannot_be_recorded_are_a_warning(run_path, caplog):
+    directory = RunDirectory.lock(run_path, "a")
+    with no_room():
+        directory.record_children([os.getpid()])
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{run_path} cannot be written (File too large): make room in it"
+    ]
+    directory.close()
+    assert not run_path.exists()
+
+
+@pytest.mark.parametrize("free", [{"f_bavail": 15}, {"f_favail": 3}], ids=["bytes", "files"])
+def test_a_full_file_system_is_known_before_anything_is_made(run_path, monkeypatch, free):
+    found = {"f_frsize": 4096, "f_bavail": 1000, "f_files": 100, "f_favail": 100} | free
+    monkeypatch.setattr(os, "statvfs", lambda place: SimpleNamespace(**found))
+    with pytest.raises(
+        DeepInferError, match=rf"full \(.*: make room in {run_path.parents[1]}, or "
+    ):
+        make_run_directory(run_path)
+    assert not run_path.parent.exists()
+
+
+def test_a_file_system_that_does_not_count_files_is_not_full(run_path, monkeypatch):
+    found = {"f_frsize": 4096, "f_bavail": 1000, "f_files": 0, "f_favail": 0}
+    monkeypatch.setattr(os, "statvfs", lambda place: SimpleNamespace(**found))
+    make_run_directory(run_path)
+    assert run_path.exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")

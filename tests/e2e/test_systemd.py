@@ -115,7 +115,7 @@ class Machine:
         code = (
             "import http.client, sys\n_, port, path, body = sys.argv\n"
             "c = http.client.HTTPConnection('127.0.0.1', int(port), timeout=60)\n"
-            "c.request('POST' if body else 'GET', path, body or None)\n"
+            "c.request('POST' if body else 'GET', path, body or None, {'Content-Type': 'application/json'})\n"
             "r = c.getresponse()\nr.read()\nprint(r.status)"
         )
         return int(self.output(sys.executable, "-c", code, port, path, body))

@@ -272,7 +272,8 @@ def test_a_daemon_that_hangs_is_ended_by_the_watchdog(machine):
 
 
 def test_a_stop_waits_for_the_answers_under_way(machine):
-    machine.make_instance("slow", 18006, fake_step_ms=5)
+    # The answer takes 18 s, so that a busy machine finds it running.
+    machine.make_instance("slow", 18006, fake_step_ms=12, drain_timeout=120)
     # Far less than the answer takes: the daemon has to ask for more.
     machine.write("/run/systemd/system/deepinfer@slow.service.d/short.conf",
                   "[Service]\nTimeoutStopSec=1\n")  # fmt: skip

@@ -16,7 +16,7 @@ import zmq
 
 from frontend.settings import TokenizerSettings
 from frontend.tokenizer.encoder import EncodedPrompt, PromptEncoder
-from frontend.tokenizer.errors import PromptError, TokenizerLoadError
+from frontend.tokenizer.errors import PromptError
 from frontend.tokenizer.forked_encode import Answer, ForkedEncode
 from frontend.tokenizer.load import load_tokenizer
 from transport.child import StopFlag
@@ -28,6 +28,7 @@ from transport.messages.base import Hello, HelloAnswer
 from transport.messages.from_daemon import TOKENIZER_NOTICES, TokenizerNotice
 from transport.messages.generate import Cancel, Encode, Encoded, RequestFailed
 from transport.messages.to_tokenizer import TO_TOKENIZER, ToTokenizer
+from transport.model_files import ModelError
 from transport.process import Process, run_process
 from transport.prompt_turns import LONG_PROMPT_BYTES, PromptTurns
 from transport.sockets import DealerSocket
@@ -194,7 +195,7 @@ class TokenizerLoop:
 
 
 def main() -> int:
-    return run_process(TokenizerSettings, TOKENIZER_NOTICES, _serve, fatal=(TokenizerLoadError,))
+    return run_process(TokenizerSettings, TOKENIZER_NOTICES, _serve, fatal=(ModelError,))
 
 
 def _serve(process: Process[TokenizerSettings, TokenizerNotice]) -> None:

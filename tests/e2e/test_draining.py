@@ -11,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.process_session import session_members
 from tests.support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -78,27 +77,6 @@ def test_the_drain_limit_ends_what_does_not_end(serve):
             next(stream.events())
             server.signal(signal.SIGTERM)
             assert server.wait() == 0
-
-
-def test_an_interrupted_start_takes_the_instance_along(short_dir):
-    place = ("--run-dir", str(short_dir / "run"))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "daemon.cli.main", "start", *FAKE, *place],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    with process:
-        pid_file = short_dir / "run" / "daemon.pid"
-        eventually(lambda: pid_file.exists() and pid_file.read_text(), SECONDS, "the daemon's pid")
-        daemon = int(pid_file.read_text())
-        process.send_signal(signal.SIGINT)
-        process.wait(SECONDS)
-    # If it was ready before the signal came, it rightly goes on: `start` had done its work.
-    if process.returncode == 0:
-        os.kill(daemon, signal.SIGTERM)
-    eventually(lambda: not session_members(daemon), SECONDS, "all processes have ended")
-    eventually(lambda: not list(short_dir.iterdir()), SECONDS, "the run directory is gone")
 
 
 def test_too_few_open_files(short_dir):

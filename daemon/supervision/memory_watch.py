@@ -9,7 +9,7 @@ class MemoryWatch:
     """Remembers how often the kernel had killed for memory when it was last asked."""
 
     def __init__(self) -> None:
-        self._seen = oom_kills().count
+        self._seen = oom_kills().total
 
     def explain(self) -> str:
         """How we know, and what to do, if memory is to blame for children that have just been found

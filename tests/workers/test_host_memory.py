@@ -56,7 +56,7 @@ def test_kills_for_memory_are_those_of_the_nearest_cgroup_that_counts(
 def test_kills_for_memory_that_nobody_counts_are_none(tmp_path, monkeypatch):
     monkeypatch.setattr(host_memory, "OWN_CGROUPS", tmp_path / "none")
     monkeypatch.setattr(host_memory, "VMSTAT", tmp_path / "none")
-    assert oom_kills().count == 0
+    assert oom_kills().total == 0
 
 
 def test_a_limit_on_the_address_space_counts(monkeypatch, tmp_path):

@@ -39,7 +39,7 @@ def _left_in_cgroups() -> Iterator[int]:
 class OomKills(NamedTuple):
     """How many processes the kernel has ever killed for lack of memory, and which file says so."""
 
-    count: int
+    total: int
     source: Path
 
 

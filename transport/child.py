@@ -30,6 +30,8 @@ EXIT_AGAIN = 1
 """For any other reason: the daemon starts a new one."""
 EXIT_ORPHANED = 86
 MAX_SETTINGS_BYTES = 1 << 20
+_GIVING_WAY = 5
+"""A third of the weight of the others."""
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +110,12 @@ def enter_process(settings_type: type[SettingsT]) -> tuple[SettingsT, StopFlag]:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_at_end_of_input, name="death-pipe", daemon=True).start()
     return settings, stop
+
+
+def give_way() -> None:
+    """For a process that works long on a single client's request: those that serve everybody get the
+    processor first."""
+    os.nice(_GIVING_WAY)
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -54,7 +54,7 @@ async def receive_body(
         call.is_body_read = True
         limits = services.gate.admit()
         if len(body) <= DIRECT_BYTES:
-            return form.read(body, limits), limits
+            return form.read(bytes(body), limits), limits
         return await unless_gone(receive, services.body_reader.read(form, body, limits)), limits
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import logging
+import os
 import re
 import socket
 import time
+import tracemalloc
 import zlib
 
 import pytest
 
+from frontend.http.body_budget import BodyBudget
+from frontend.http.body_limits import BodyLimits, read_body
 from frontend.readiness import Readiness
 from tests.support.frontend import Script, request_http
 from tests.support.waiting import eventually
@@ -96,6 +101,33 @@ def test_content_encodings(serve, encoding, data, status):
     assert answer.status == status
     if status != 200:
         assert answer.json["error"]["message"]
+
+
+@pytest.mark.parametrize(("encoding", "copies"), [("identity", 1), ("gzip", 2)])
+def test_a_large_body_is_in_memory_once_as_it_came_and_once_inflated(encoding, copies):
+    """To copy 30 MB holds up the event loop for tens of milliseconds, and that at every turn where what
+    is left of compressed data was copied."""
+    data = os.urandom(4 << 20)
+    sent = gzip.compress(data) if encoding == "gzip" else data
+    parts = [sent[at : at + 65_536] for at in range(0, len(sent), 65_536)]
+
+    async def receive():
+        part = parts.pop(0)
+        return {"type": "http.request", "body": part, "more_body": bool(parts)}
+
+    async def read() -> tuple[bytearray, int]:
+        headers = {b"content-type": b"application/json", b"content-encoding": encoding.encode()}
+        tracemalloc.start()
+        try:
+            with BodyBudget(1 << 30, retry_after=1).share() as share:
+                body = await read_body(headers, receive, BodyLimits(1 << 30, 60.0), share)
+            return body, tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    body, most_bytes = asyncio.run(read())
+    assert body == data
+    assert most_bytes < (copies + 0.7) * len(data)
 
 
 def test_announced_bodies_are_refused_before_they_are_sent(serve):

@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar
 import msgspec
 import setproctitle
 
+from transport.frame_limits import REPORT_BYTES
 from transport.ids import ProcessName
 from transport.logs import configure_logging
 from transport.messages.base import PROTOCOL_VERSION, Hello, Role
@@ -46,6 +47,8 @@ class ProcessSettings(msgspec.Struct, frozen=True):
     parent_pid: int
     config_hash: str
     log_level: str = "info"
+    max_frame: int = REPORT_BYTES
+    """Of the links to the router, in bytes."""
     heartbeat_seconds: float = 0.5
     """Time between two snapshots."""
     connect_seconds: float = 30.0

@@ -20,6 +20,7 @@ from frontend.tokenizer.errors import PromptError
 from frontend.tokenizer.forked_encode import Answer, ForkedEncode
 from frontend.tokenizer.load import load_tokenizer
 from transport.child import StopFlag
+from transport.frame_limits import REPORT_BYTES
 from transport.framing import read_tokens, token_frame
 from transport.ids import RequestId
 from transport.links.daemon import DaemonLink
@@ -61,9 +62,12 @@ class TokenizerLoop:
         router_lost: threading.Event,
         daemon: DaemonLink[TokenizerNotice],
         metrics: MetricSet,
+        max_frame: int = REPORT_BYTES,
     ) -> None:
-        """`router_lost` is set when there is a new router, which does not know this process."""
+        """`router_lost` is set when there is a new router, which does not know this process. `max_frame`:
+        bytes of token ids that it may be sent."""
         self._encoder = encoder
+        self._max_frame = max_frame
         self._router: RouterLink[ToTokenizer] = RouterLink(router, hello, self, router_lost)
         self._daemon = daemon
         self._poller = zmq.Poller()
@@ -185,6 +189,9 @@ class TokenizerLoop:
             log.exception("%s: the prompt could not be encoded", job.request_id)
             message = "The server failed to encode the prompt; its log says why."
             return Answer(RequestFailed(job.request_id, 500, "tokenizer_failed", message))
+        if encoded.ids.nbytes > self._max_frame:
+            message = f"The prompt has {len(encoded.ids)} tokens, more than any model takes."
+            return Answer(RequestFailed(job.request_id, 400, "context_length_exceeded", message))
         timed = Encoded(job.request_id, encoded.render_seconds, encoded.encode_seconds)
         return Answer(timed, (token_frame(encoded.ids),))
 
@@ -208,7 +215,8 @@ def _serve(process: Process[TokenizerSettings, TokenizerNotice]) -> None:
     encoder.warm_up()
     gc.freeze()
     hello = settings.process.hello()
-    loop = TokenizerLoop(encoder, router, hello, router_lost, daemon, process.metrics)
+    max_frame = settings.process.max_frame
+    loop = TokenizerLoop(encoder, router, hello, router_lost, daemon, process.metrics, max_frame)
     with closing(loop):
         loop.run(process.stop, settings.process.heartbeat_seconds)
 

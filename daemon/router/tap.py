@@ -87,7 +87,7 @@ class Tap(CountingSocket):
         for topic in self._open:
             tapped = Tapped(
                 serial=self._serials[topic],
-                at=time.time(),
+                at=time.time(),  # noqa: TID251  shown to a person
                 sender=sender,
                 receiver=receiver,
                 kind=type(message).__name__,

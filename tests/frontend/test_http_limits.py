@@ -399,7 +399,11 @@ def test_a_flush_tells_what_each_cache_held_or_which_worker_is_silent(serve):
     server.cache_reports[1] = {"process": "worker/1", "pid": 2, "problem": "it is stopped"}
     answer = request_http(server, "POST", "/deepinfer/cache/flush")
     assert answer.status == 503
-    assert "worker/1: it is stopped" in answer.json["error"]["message"]
+    message = answer.json["error"]["message"]
+    assert "worker/1: it is stopped" in message
+    assert "emptied: worker/0" in message
+    assert answer.json["error"]["code"] == "not_all_flushed"
+    assert answer.headers["retry-after"] == "3"
 
 
 def test_the_access_log_has_counts_and_no_text(serve, caplog):

@@ -42,6 +42,13 @@ def test_the_lock_tells_who_runs(run_path):
     assert not run_path.exists()
 
 
+def test_a_directory_that_was_there_is_closed_to_others(run_path):
+    run_path.mkdir(mode=0o755, parents=True)
+    directory = RunDirectory.lock(run_path, "a")
+    assert run_path.stat().st_mode & 0o777 == 0o700
+    directory.close()
+
+
 def test_a_second_owner_is_refused_and_disturbs_nothing(run_path):
     directory = RunDirectory.lock(run_path, "a")
     (run_path / "control.sock").touch()

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 import daemon.supervision.supervisor
-from daemon.supervision.child_process import ChildSpec
+from daemon.supervision.child_process import ChildProcess, ChildSpec
 from daemon.supervision.restart_policy import FIRST_DELAY_SECONDS, HEALTHY_SECONDS
 from daemon.supervision.supervisor import Supervisor
+from tests.support.waiting import eventually
+from transport.child import EXIT_FATAL
 from transport.ids import ProcessName
 
 
@@ -80,6 +82,37 @@ def test_a_child_that_loads_for_minutes_and_never_serves_backs_off(bench):
 def test_a_child_that_hangs_as_soon_as_it_serves_backs_off_however_long_it_hung(bench):
     waits = [bench.live(loading=1.0, serving=0.2, hanging=120.0) for _ in range(3)]
     assert waits == pytest.approx([FIRST_DELAY_SECONDS * 2**n for n in range(3)])
+
+
+def test_a_child_that_says_by_its_exit_code_that_a_restart_is_in_vain_is_not_started_again(bench):
+    bench.child.process.code = EXIT_FATAL
+    (death,) = bench.supervisor.collect_deaths(bench.now, give_up_on_loops=False)
+    assert death.hopeless
+    assert "exit code 78" in death.reason
+    assert bench.child.is_given_up
+    assert bench.supervisor.next_restart() is None
+
+
+def test_what_systemd_tells_the_daemon_is_not_for_its_children(monkeypatch, tmp_path):
+    told = tmp_path / "told"
+    (tmp_path / "telling.py").write_text(
+        "import os\nprint('', *os.environ, file=open('told', 'w'))"
+    )
+    monkeypatch.chdir(tmp_path)
+    for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID"):
+        monkeypatch.setenv(name, "1")
+    child = ChildProcess(ChildSpec(ProcessName("worker/0"), "worker", "telling", b"{}"), 0)
+    eventually(lambda: child.reap() is not None, what="it has ended")
+    child.close()
+    names = set(told.read_text().split())
+    assert "PATH" in names
+    assert not names & {
+        "NOTIFY_SOCKET",
+        "WATCHDOG_USEC",
+        "WATCHDOG_PID",
+        "LISTEN_FDS",
+        "LISTEN_PID",
+    }
 
 
 def test_what_a_child_did_before_its_death_does_not_count_for_its_successor(bench):

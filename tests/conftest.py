@@ -100,6 +100,8 @@ class Costs:
         return (yield)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self._seconds:
+            return
         show = terminalreporter.write_line
         total = sum(self._seconds.values())
         terminalreporter.section(f"processor time: {total:.0f} s in {len(self._seconds)} tests")

@@ -20,6 +20,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import setproctitle
+
 Main = Callable[[], int | None]
 
 IMPORTED = (
@@ -110,6 +112,7 @@ def main() -> None:
     ignore_signals()
     for module in IMPORTED:
         importlib.import_module(module)
+    setproctitle.getproctitle()  # finds its place while there is the environment that lies beside it
     # The collector would write to, and so copy, what forks share.
     gc.collect()
     gc.freeze()

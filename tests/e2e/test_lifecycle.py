@@ -31,7 +31,7 @@ def answers(server) -> bool:
 def one_sentence(result) -> str:
     """The error of a command that must have failed with nothing but one sentence at its end."""
     assert result.returncode > 0, result.stdout
-    assert "Traceback" not in result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
     lines = [line for line in result.stderr.strip().splitlines() if line.startswith("deepinfer: ")]
     assert len(lines) == 1, result.stderr
     sentence = lines[0].removeprefix("deepinfer: ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -67,6 +68,23 @@ def test_systemd_has_nothing_to_say_about_the_unit(root, executable):
     (root / UNIT).write_text(text.replace("TasksMax", "TasksMost"))
     with pytest.raises(AssertionError, match="TasksMost"):
         verify(root / UNIT)
+
+
+def test_the_service_may_do_little_and_what_it_may_is_explained():
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed (Debian: apt-get install systemd)")
+    unit = ROOT / "systemd/deepinfer@.service"
+    done = subprocess.run(
+        ["systemd-analyze", "security", "--offline=true", "--threshold=20", "--json=short", unit],
+        check=False, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    if "nrecognized option" in done.stderr:
+        pytest.skip("this systemd-analyze knows neither --offline nor --threshold")
+    assert done.returncode == 0, done.stderr  # of ten: 2.0 at most
+    exposed = {row["name"].split("=")[0] for row in json.loads(done.stdout) if not row["set"]}
+    named = {name for name in exposed if name in unit.read_text()}
+    assert named == exposed
+    assert settings(unit)["LimitCORE"] == "0"
 
 
 @pytest.mark.parametrize("folder", ["with space", "100%n", "a$b"])

@@ -9,10 +9,8 @@ import logging
 import socket
 import struct
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Generic, TypeVar
 
 import msgspec
@@ -20,6 +18,7 @@ import msgspec
 from frontend.errors import ApiError
 from frontend.generation.request import ModelLimits
 from transport.child import ProcessSettings
+from transport.launch import python_command
 
 READ_SECONDS = 30.0
 """How long one body may take. A process that takes longer is replaced."""
@@ -127,7 +126,7 @@ class BodyReader:
 
 
 class _ReaderProcess:
-    """`python -m frontend.body_reader`, which ends when the socket closes that is its standard input."""
+    """`frontend/body_reader.py`, which ends when the socket closes that is its standard input."""
 
     def __init__(
         self,
@@ -172,10 +171,9 @@ class _ReaderProcess:
 
 def _spawn(line: socket.socket, arguments: tuple[str, ...]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "frontend.body_reader", *arguments],
+        python_command("frontend.body_reader", *arguments),
         stdin=line.fileno(),
         stdout=subprocess.DEVNULL,
-        cwd=Path(__file__).parents[2],  # so that modules come from nowhere else
     )
 
 

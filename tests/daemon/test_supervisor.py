@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import daemon.supervision.supervisor
+from daemon.supervision.child_output import ChildOutput
 from daemon.supervision.child_process import ChildSpec
 from daemon.supervision.restart_policy import FIRST_DELAY_SECONDS, HEALTHY_SECONDS
 from daemon.supervision.supervisor import Supervisor
@@ -19,7 +20,7 @@ class FakeProcess:
 
     process_group = pid = 4711
 
-    def __init__(self, spec, group) -> None:
+    def __init__(self, spec, group, output) -> None:
         self.code: int | None = None
 
     def reap(self) -> int | None:
@@ -39,7 +40,8 @@ class Bench:
             daemon.supervision.supervisor, "time", SimpleNamespace(monotonic=lambda: self.now)
         )
         name = ProcessName("worker/0")
-        self.supervisor = Supervisor([ChildSpec(name, "worker", "none", b"{}")], lambda pids: None)
+        specs = [ChildSpec(name, "worker", "none", b"{}")]
+        self.supervisor = Supervisor(specs, lambda pids: None, ChildOutput(lambda data: None))
         self.child = self.supervisor.children[name]
         self.supervisor.start_all()
 

@@ -80,7 +80,7 @@ class BodyReader:
         self._turn = asyncio.Lock()
         self._process: _ReaderProcess | None = None
 
-    async def read(self, form: BodyForm[T], body: bytes, limits: ModelLimits) -> T:
+    async def read(self, form: BodyForm[T], body: bytearray, limits: ModelLimits) -> T:
         """
         Raises:
             ApiError: what `form.read` raises; or 503, the process does not answer.
@@ -110,7 +110,7 @@ class BodyReader:
         if not exchange.cancelled():
             exchange.exception()  # its caller may have gone
 
-    async def _exchange(self, errand: Errand, body: bytes) -> bytes:
+    async def _exchange(self, errand: Errand, body: bytearray) -> bytes:
         try:
             if self._process is None:
                 self._process = await _ReaderProcess.start(self._arguments)
@@ -151,7 +151,7 @@ class _ReaderProcess:
         reader, writer = await asyncio.open_connection(sock=ours)
         return cls(popen, reader, writer)
 
-    async def ask(self, errand: Errand, body: bytes) -> tuple[bool, bytes]:
+    async def ask(self, errand: Errand, body: bytearray) -> tuple[bool, bytes]:
         head = msgspec.msgpack.encode(errand)
         self._writer.write(REQUEST.pack(len(head), len(body)) + head)
         self._writer.write(body)

@@ -84,6 +84,17 @@ def test_a_caller_that_leaves_takes_no_other_ones_answer():
     assert third == [2]
 
 
+def test_the_process_gives_way_to_those_that_serve_everybody():
+    niceness = []
+
+    async def look(reader, tasks):
+        await asyncio.wait(tasks)
+        niceness.append(os.getpriority(os.PRIO_PROCESS, reader._process._popen.pid))
+
+    read_all((DETOKENIZE, b'{"tokens": [1]}'), during=look)
+    assert niceness[0] > os.getpriority(os.PRIO_PROCESS, 0)
+
+
 @pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_process_costs_one_request(monkeypatch, fate):
     monkeypatch.setattr(body_reader, "READ_SECONDS", 2.0)

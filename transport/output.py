@@ -82,5 +82,6 @@ class LossyOutput:
 
 
 def use_lossy_output() -> None:
-    """Make the standard streams of this process print to descriptor 2 without waiting."""
-    sys.stdout = sys.stderr = OutputStream(2, LossyOutput(2).write)
+    """Let the standard streams of this process print without waiting."""
+    sys.stdout = OutputStream(1, LossyOutput(1).write)
+    sys.stderr = OutputStream(2, LossyOutput(2).write)

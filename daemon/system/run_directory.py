@@ -210,8 +210,8 @@ def _check_room(path: Path) -> None:
     """Full file systems are known before any process needs them."""
     place = next(p for p in (path, *path.parents) if p.exists())
     found = os.statvfs(place)
-    free_bytes = found.f_bavail * found.f_frsize
-    # Some file systems make files as they go, and tell of none.
+    # A file system without a limit counts none at all.
+    free_bytes = found.f_bavail * found.f_frsize if found.f_blocks else _ROOM_BYTES
     free_files = found.f_favail if found.f_files else _ROOM_FILES
     if free_bytes < _ROOM_BYTES or free_files < _ROOM_FILES:
         raise DeepInferError(

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -194,30 +193,3 @@ def test_one_sentence_where_it_may_not_write(tmp_path):
     (tmp_path / "usr").write_text("a file in the way")
     with pytest.raises(DeepInferError, match=r"deepinfer@.service cannot be changed"):
         run("systemd", "install", "--root", tmp_path)
-
-
-@pytest.mark.slow
-def test_a_built_wheel_holds_the_files(tmp_path):
-    source = tmp_path / "source"  # setuptools writes a build folder into what it builds
-    keep = ("daemon", "frontend", "systemd", "transport", "workers")
-    for name in keep:
-        shutil.copytree(
-            ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
-        )
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    built = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", tmp_path, source],
-        check=False, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert built.returncode == 0, built.stderr
-    place, root = tmp_path / "site", tmp_path / "root"
-    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
-        wheel.extractall(place)
-    subprocess.run(
-        [sys.executable, "-m", "daemon.cli.main", "systemd", "install", "--root", root,
-         "--executable", "/opt/x/deepinfer"],
-        cwd=place, check=True, timeout=60, capture_output=True,
-    )  # fmt: skip
-    assert "ExecStart=/opt/x/deepinfer serve" in (root / UNIT).read_text()
-    assert len(contents(root)) == 6

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
+import http.client
 import json
 import logging
 import os
@@ -15,6 +17,8 @@ import zlib
 
 import pytest
 
+from daemon.cli.check.event_stream import whole_stream
+from frontend.errors import ApiError
 from frontend.http.body_budget import BodyBudget
 from frontend.http.body_limits import BodyLimits, read_body
 from frontend.readiness import Readiness
@@ -349,25 +353,25 @@ def test_not_ready_and_draining(serve):
     ]
 
 
-def test_running_requests_can_be_ended(serve):
-    from frontend.errors import ApiError
-
+@pytest.mark.parametrize("stream", [True, False])
+def test_running_requests_can_be_ended(serve, stream):
     server = serve(Script(hang_after=2))
-    import threading
-
-    answers = []
-    for stream in (True, False):
-        body = {**BODY, "stream": stream}
-        thread = threading.Thread(
-            target=lambda body=body: answers.append(request_http(server, "POST", CHAT, body))
-        )
-        thread.start()
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    with contextlib.closing(connection):
+        connection.request(
+            "POST", CHAT, json.dumps({**BODY, "stream": stream}),
+            {"Content-Type": "application/json"},
+        )  # fmt: skip
         eventually(lambda: len(server.services.jobs) == 1)
-        time.sleep(0.05)
+        if stream:
+            answer = connection.getresponse()  # it has begun, with status 200
         server.call(lambda: server.services.end_all(ApiError(503, "Shutting down.")))
-        thread.join(10)
-    assert answers[0].events[-1]["error"]["message"] == "Shutting down."
-    assert answers[1].status == 503
+        if stream:
+            assert answer.status == 200
+            *_, last = whole_stream(answer.read())
+            assert json.loads(last)["error"]["message"] == "Shutting down."
+        else:
+            assert connection.getresponse().status == 503
     eventually(lambda: not server.services.jobs)
 
 

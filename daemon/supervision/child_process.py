@@ -30,8 +30,10 @@ NOT_INHERITED: Final = (
     "WATCHDOG_PID",
     "LISTEN_FDS",
     "LISTEN_PID",
+    "PYTHONOPTIMIZE",
 )
-"""Meant for the daemon alone."""
+"""Meant for the daemon alone; with PYTHONOPTIMIZE=2 there are no docstrings, without which transformers
+loads no model."""
 
 
 @dataclass(frozen=True)

@@ -98,13 +98,18 @@ def test_a_child_that_says_by_its_exit_code_that_a_restart_is_in_vain_is_not_sta
     assert bench.supervisor.next_restart() is None
 
 
-def test_what_systemd_tells_the_daemon_is_not_for_its_children(monkeypatch, tmp_path):
+NOT_FOR_CHILDREN = {
+    "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "PYTHONOPTIMIZE",
+}  # fmt: skip
+
+
+def test_what_is_meant_for_the_daemon_is_not_for_its_children(monkeypatch, tmp_path):
     told = tmp_path / "told"
     (tmp_path / "telling.py").write_text(
         "import os\nprint('', *os.environ, file=open('told', 'w'))"
     )
     monkeypatch.chdir(tmp_path)
-    for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID"):
+    for name in NOT_FOR_CHILDREN:
         monkeypatch.setenv(name, "1")
     place = {"PYTHONPATH": str(tmp_path)}
     spec = ChildSpec(ProcessName("worker/0"), "worker", "telling", b"{}", place)
@@ -113,13 +118,7 @@ def test_what_systemd_tells_the_daemon_is_not_for_its_children(monkeypatch, tmp_
     child.close()
     names = set(told.read_text().split())
     assert "PATH" in names
-    assert not names & {
-        "NOTIFY_SOCKET",
-        "WATCHDOG_USEC",
-        "WATCHDOG_PID",
-        "LISTEN_FDS",
-        "LISTEN_PID",
-    }
+    assert not names & NOT_FOR_CHILDREN
 
 
 def test_what_a_child_did_before_its_death_does_not_count_for_its_successor(bench):

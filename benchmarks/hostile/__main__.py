@@ -32,10 +32,9 @@ import psutil
 from rich.console import Console
 
 from benchmarks.clients.known import Known, undisturbed
-from benchmarks.clients.requests import make_requests
 from benchmarks.hostile.attacks import run_hostile
 from benchmarks.hostile.bodies import write_large
-from benchmarks.hostile.honest import LENGTHS, Group, run_group
+from benchmarks.hostile.honest import Group, honest_requests, run_group
 from benchmarks.hostile.report import Figures, Memory, Phase, make_phase, show
 from benchmarks.hostile.watch import Watch, memory
 from benchmarks.leaks import held_when_idle
@@ -103,7 +102,7 @@ def run(
         children = {child.pid for child in daemon.children()}
         with console.status("asking undisturbed"):
             known = asyncio.run(
-                undisturbed(port, make_requests(seed, KINDS, LENGTHS), random.Random(seed))
+                undisturbed(port, honest_requests(seed, KINDS), random.Random(seed))
             )
         load = Run(port, known, clients, seed, pool)
         with console.status(f"{clients} honest clients alone, {minutes:g} minutes"):

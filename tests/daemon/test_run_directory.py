@@ -185,7 +185,13 @@ def test_children_that_cannot_be_recorded_are_a_warning(run_path, caplog):
 
 @pytest.mark.parametrize("free", [{"f_bavail": 15}, {"f_favail": 3}], ids=["bytes", "files"])
 def test_a_full_file_system_is_known_before_anything_is_made(run_path, monkeypatch, free):
-    found = {"f_frsize": 4096, "f_bavail": 1000, "f_files": 100, "f_favail": 100} | free
+    found = {
+        "f_frsize": 4096,
+        "f_bavail": 1000,
+        "f_favail": 100,
+        "f_blocks": 9,
+        "f_files": 9,
+    } | free
     monkeypatch.setattr(os, "statvfs", lambda place: SimpleNamespace(**found))
     with pytest.raises(
         DeepInferError, match=rf"full \(.*: make room in {run_path.parents[1]}, or "
@@ -194,8 +200,9 @@ def test_a_full_file_system_is_known_before_anything_is_made(run_path, monkeypat
     assert not run_path.parent.exists()
 
 
-def test_a_file_system_that_does_not_count_files_is_not_full(run_path, monkeypatch):
-    found = {"f_frsize": 4096, "f_bavail": 1000, "f_files": 0, "f_favail": 0}
+def test_a_file_system_without_limits_is_not_full(run_path, monkeypatch):
+    """Such as tmpfs with size=0,nr_inodes=0."""
+    found = dict.fromkeys(("f_bavail", "f_favail", "f_blocks", "f_files"), 0) | {"f_frsize": 4096}
     monkeypatch.setattr(os, "statvfs", lambda place: SimpleNamespace(**found))
     make_run_directory(run_path)
     assert run_path.exists()

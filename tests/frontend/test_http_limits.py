@@ -156,6 +156,20 @@ def test_a_body_that_grows_too_large_is_refused(serve):
     assert request_http(server, "POST", CHAT, b" " * 100_001).status == 413
 
 
+def test_a_body_is_bounded_as_a_whole_however_its_pieces_come():
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": b" " * 60, "more_body": True}
+
+    async def run() -> None:
+        with BodyBudget(1 << 20, 1).share() as share:
+            headers = {b"content-type": b"application/json"}
+            await read_body(headers, receive, BodyLimits(100, 60.0), share)
+
+    with pytest.raises(ApiError, match="larger than 100 bytes") as caught:
+        asyncio.run(run())
+    assert caught.value.status == 413
+
+
 def test_slow_bodies_and_heads_time_out(serve):
     server = serve(body_seconds=0.3)
     assert talk(server, head(b"Content-Length: 50") + b"{").startswith(b"HTTP/1.1 408")
@@ -408,6 +422,22 @@ def test_a_flush_tells_what_each_cache_held_or_which_worker_is_silent(serve):
     assert "emptied: worker/0" in message
     assert answer.json["error"]["code"] == "not_all_flushed"
     assert answer.headers["retry-after"] == "3"
+
+
+def test_the_access_log_has_no_line_for_a_probe_that_goes_well(serve, caplog):
+    caplog.set_level(logging.INFO, logger="frontend.access")
+    server = serve()
+    for path in ("/health", "/ready", "/metrics", "/nowhere"):
+        request_http(server, "GET", path)
+    caplog.set_level(logging.DEBUG, logger="frontend.access")
+    request_http(server, "GET", "/health")
+
+    def lines() -> list[str]:
+        return [r.getMessage() for r in caplog.records if r.name == "frontend.access"]
+
+    eventually(lambda: len(lines()) >= 2)
+    answers = [line.partition(" id=")[0] for line in lines()]
+    assert answers == ["- other 404", "GET /health 200"]
 
 
 def test_the_access_log_has_counts_and_no_text(serve, caplog):

@@ -84,15 +84,18 @@ class SampledTokens:
     """int64 [rows with logprobs, largest k]."""
     top_logprobs: Tensor | None = None
 
-    def to_host(self) -> SampledTokens:
-        """Copy the tokens to the host. From a GPU they are complete once the work queued so far is done."""
+    def to_host(self, tokens: Tensor) -> SampledTokens:
+        """Copy the tokens to the host. They are complete once the work queued so far is done.
+
+        `tokens` is page-locked memory for the token ids, with room for as many as there are.
+        """
 
         def fetch(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to("cpu", non_blocking=True)
 
         return replace(
             self,
-            tokens=self.tokens.to("cpu", non_blocking=True),
+            tokens=tokens[: len(self.tokens)].copy_(self.tokens, non_blocking=True),
             chosen=fetch(self.chosen),
             top_ids=fetch(self.top_ids),
             top_logprobs=fetch(self.top_logprobs),
@@ -142,6 +145,13 @@ class SamplingInputs:
     parameters: Tensor
     """Their rows of the parameter table, the bits of a float32 each."""
     counted: list[_CountedTokens]
+
+    @property
+    def only_greedy(self) -> bool:
+        """Whether the likeliest tokens are all that the step needs."""
+        work = self.work
+        wanted = (work.random, work.penalised, work.adjusted_rows, work.with_logprobs, self.begun)
+        return not self.counted and not any(len(rows) for rows in wanted)
 
 
 class Sampler:
@@ -282,6 +292,11 @@ class Sampler:
 
     def _draw(self, logits: Tensor, slots: Tensor, words: Tensor, work: _StepWork) -> Tensor:
         temperature, top_k, top_p, min_p = self._parameters[slots, :4].unbind(1)
+        if logits.is_cuda:
+            # Imported here: a CPU worker may have no Triton.
+            from workers.sampling.triton.draw import draw_tokens  # noqa: PLC0415
+
+            return draw_tokens(logits, temperature, top_k, top_p, min_p, words)
         probabilities = (logits / temperature[:, None]).softmax(-1)
         if work.filtered:
             probabilities = filter_probabilities(

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from workers.attention.math import AttentionOptions
-from workers.attention.triton.softmax import capped, finish
+from workers.attention.triton.softmax import base_2_factor, finish, scored
 from workers.contract import PAGE_TOKENS
 
 _ITEM_WORDS: Final = 8
@@ -283,6 +283,7 @@ def _decode_kernel(
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_DV], tl.float32)
     begin = tl.multiple_of(begin, KEYS)
+    factor = base_2_factor(scaling, softcap)
     # Each page number is loaded one block ahead, so that no copy of keys waits for it.
     next_page = tl.load(table + begin // PAGE, mask=begin < end, other=0)
     for at in tl.range(begin, end, KEYS):
@@ -301,11 +302,11 @@ def _decode_kernel(
             other=0.0,
         )
         scores = tl.dot(q, k.to(q.dtype).T, input_precision="ieee")
-        scores = capped(scores, scaling, softcap)
+        scores = scored(scores, scaling, softcap)
         counts = (at + n < end) & (at + n >= low)
         scores = tl.where(counts[None, :], scores, float("-inf"))
-        m_new = tl.maximum(m, tl.max(scores, 1))
-        weights = tl.exp2(scores - m_new[:, None])
+        m_new = tl.maximum(m, tl.max(scores, 1) * factor)
+        weights = tl.exp2(scores * factor - m_new[:, None])
         shrink = tl.exp2(m - m_new)
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]

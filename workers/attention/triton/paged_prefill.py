@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from workers.attention.batch import IntArray, Segment
 from workers.attention.math import AttentionOptions
-from workers.attention.triton.softmax import capped, finish
+from workers.attention.triton.softmax import base_2_factor, finish, scored
 from workers.contract import PAGE_TOKENS
 
 TILE_ROWS: Final = 128
@@ -271,6 +271,7 @@ def _attend_blocks(
     d = tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_DV)
     begin = tl.multiple_of(begin, KEYS)
+    factor = base_2_factor(scaling, softcap)
     # Each page number is loaded one block ahead, so that no copy of keys waits for it.
     next_page = tl.load(table + begin // PAGE, mask=begin < stop, other=0)
     for at in tl.range(begin, stop, KEYS):
@@ -289,16 +290,16 @@ def _attend_blocks(
                 other=0.0,
             )
         scores = tl.dot(q, k.to(q.dtype).T, input_precision="ieee")
-        scores = capped(scores, scaling, softcap)
+        scores = scored(scores, scaling, softcap)
         if MASKED:
             seen = (at + n)[None, :] <= position[:, None]
             if HAS_WINDOW:
                 seen = seen & ((at + n)[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
-        m_new = tl.maximum(m, tl.max(scores, 1))
+        m_new = tl.maximum(m, tl.max(scores, 1) * factor)
         # A row that has seen no key yet keeps its sums at zero.
         base = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
-        weights = tl.exp2(scores - base[:, None])
+        weights = tl.exp2(scores * factor - base[:, None])
         shrink = tl.exp2(m - base)
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]

@@ -9,14 +9,26 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def capped(products, scaling, softcap):
-    """Scores times log2(e) from products of queries and keys; `softcap` may be None."""
+def scored(products, scaling, softcap):
+    """Scores from products of queries and keys, still to be multiplied by `base_2_factor`; `softcap` may be None.
+
+    The factor is left to the subtraction in the exponent, which takes it for free.
+    """
     if softcap is None:
-        scores = products * (scaling * LOG2_E)
+        scores = products
     else:
         tanh = 1 - 2 / (tl.exp2(products * (2 * scaling / softcap * LOG2_E)) + 1)
-        scores = tanh * (softcap * LOG2_E)
+        scores = tanh * softcap
     return scores
+
+
+@triton.jit
+def base_2_factor(scaling, softcap):
+    if softcap is None:
+        factor = scaling * LOG2_E
+    else:
+        factor = scaling * 0 + LOG2_E
+    return factor
 
 
 @triton.jit

@@ -38,6 +38,8 @@ class TritonAttention:
     A row at a negative position is padding: nothing is stored for it, and in a decode step its output is zero.
     """
 
+    captures_decodes = True
+
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         device = pool.rows.device

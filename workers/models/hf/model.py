@@ -108,10 +108,9 @@ def _attention(pool: PagePool, batch_invariant: bool) -> AttentionBackend:
         return BatchInvariantAttention(pool)
     if pool.rows.is_cuda:
         # Imported here: a CPU worker may have no Triton.
-        from workers.attention.triton.backend import TritonAttention  # noqa: PLC0415
+        from workers.attention.triton.backend import create_attention  # noqa: PLC0415
 
-        if TritonAttention.fits(pool):
-            return TritonAttention(pool)
+        return create_attention(pool)
     return TorchAttention(pool)
 
 

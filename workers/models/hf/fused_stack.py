@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from workers.kernels.layer_ops import Activation, HeadShape, LayerOps, Norm
 from workers.models.hf.fused_modules import FusedLinear, agree, find_activation, find_norm
-from workers.models.hf.network import network_logits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 _LAYER_PARTS: Final = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS: Final = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS: Final = {"q_norm", "k_norm"}
-_CHECK_TOKENS: Final = 5
+_TRIAL_TOKENS: Final = 5
 
 
 class _Attention(Protocol):
@@ -44,8 +43,8 @@ class _Mlp(Protocol):
 
 
 class _Decoder(Protocol):
-    """What is swapped: the layers, and the norm behind them."""
-
+    embed_tokens: nn.Embedding
+    rotary_emb: nn.Module
     layers: nn.ModuleList
     norm: nn.Module
 
@@ -64,6 +63,23 @@ class _Layer:
     gate_up: FusedLinear
     down: nn.Linear
 
+    def run(
+        self,
+        ops: LayerOps,
+        x: Tensor,
+        residual: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attention: LayerAttention,
+    ) -> tuple[Tensor, Tensor]:
+        """Take the normalised residual stream and itself, [T,width] each.
+
+        Returns what is to be added to the stream, and the stream.
+        """
+        qkv = ops.rotate(self.qkv(x), self.shape, rotary, self.head_norms)
+        out = attention.attend(self.index, *self.shape.split(qkv), self.options)
+        x, residual = ops.add_norm(self.output(out.flatten(1)), residual, self.norms[1])
+        return self.down(ops.gate(self.gate_up(x), self.activation)), residual
+
 
 class FusedStack(nn.Module):
     """All decoder layers and the norm behind them, called like one layer."""
@@ -72,7 +88,7 @@ class FusedStack(nn.Module):
         super().__init__()
         self._ops = ops
         self._layers = layers
-        self._norms = [*(norm for layer in layers for norm in layer.norms), last_norm]
+        self._next_norms = [*(layer.norms[0] for layer in layers[1:]), last_norm]
 
     def forward(
         self,
@@ -83,56 +99,56 @@ class FusedStack(nn.Module):
         **_unused: object,
     ) -> Tensor:
         """Take and return [1,T,width]. The result is normalised."""
-        ops, residual = self._ops, hidden_states[0]
+        residual = hidden_states[0]
         cos, sin = position_embeddings
-        rotary = cos[0], sin[0]
-        x = ops.norm(residual, self._norms[0])
-        for layer, (mlp_norm, next_norm) in zip(
-            self._layers, zip(self._norms[1::2], self._norms[2::2], strict=True), strict=True
-        ):
-            qkv = ops.rotate(layer.qkv(x), layer.shape, rotary, layer.head_norms)
-            out = paged_step.attend(layer.index, *layer.shape.split(qkv), layer.options)
-            x, residual = ops.add_norm(layer.output(out.flatten(1)), residual, mlp_norm)
-            x = layer.down(ops.gate(layer.gate_up(x), layer.activation))
-            x, residual = ops.add_norm(x, residual, next_norm)
+        x = self._ops.norm(residual, self._layers[0].norms[0])
+        for layer, next_norm in zip(self._layers, self._next_norms, strict=True):
+            x, residual = layer.run(self._ops, x, residual, (cos[0], sin[0]), paged_step)
+            x, residual = self._ops.add_norm(x, residual, next_norm)
         return x[None]
 
 
 def fuse_stack(network: nn.Module, ops: LayerOps, device: torch.device) -> bool:
     """Swap the decoder layers of `network` for a `FusedStack`.
 
-    Returns False, and leaves the network as it is, if its layers have another shape or the swapped network
-    gives other results on a few tokens.
+    Returns False, and leaves the network as it is, if its layers have another shape or some layer gives other
+    results than before on a few tokens.
     """
     decoder = cast("_Decoder", getattr(network, "model", None))
     parts = set(dict(cast("nn.Module", decoder).named_children())) if decoder is not None else set()
     if parts != {"embed_tokens", "layers", "norm", "rotary_emb"}:
         return False
-    attention = _MixingAttention()
-    expected = _check_logits(network, attention, device)
-    original = decoder.layers, decoder.norm
-    last_norm = find_norm(decoder.norm, ops)
-    layers = [_describe(layer, ops, attention.options) for layer in decoder.layers]
-    known = [layer for layer in layers if layer is not None]
-    if last_norm is None or len(known) != len(layers):
+    if not all(_has_shape(layer) for layer in decoder.layers):
         return False
-    decoder.layers = nn.ModuleList([FusedStack(ops, known, last_norm)])
+    trial = _Trial(decoder, device)
+    last_norm = find_norm(decoder.norm, ops)
+    layers: list[_Layer] = []
+    for module in decoder.layers:
+        before = trial.run(module)
+        layer = _describe(module, ops, trial.options)
+        if layer is None or not agree(trial.run_fused(layer, ops), before):
+            return False
+        layers.append(layer)
+    if last_norm is None:
+        return False
+    decoder.layers = nn.ModuleList([FusedStack(ops, layers, last_norm)])
     decoder.norm = nn.Identity()
-    if agree(_check_logits(network, _MixingAttention(), device), expected):
-        return True
-    decoder.layers, decoder.norm = original
-    return False
+    return True
+
+
+def _has_shape(layer: nn.Module) -> bool:
+    parts = dict(layer.named_children())
+    if set(parts) != _LAYER_PARTS:
+        return False
+    names = set(dict(parts["self_attn"].named_children()))
+    return names in (_PROJECTIONS, _PROJECTIONS | _HEAD_NORMS)
 
 
 def _describe(
     layer: nn.Module, ops: LayerOps, options: Mapping[int, AttentionOptions]
 ) -> _Layer | None:
     parts = dict(layer.named_children())
-    if set(parts) != _LAYER_PARTS:
-        return None
     names = set(dict(parts["self_attn"].named_children()))
-    if names not in (_PROJECTIONS, _PROJECTIONS | _HEAD_NORMS):
-        return None
     attention = cast("_Attention", parts["self_attn"])
     mlp = cast("_Mlp", parts["mlp"])
     activation = find_activation(parts["mlp"])
@@ -181,9 +197,37 @@ class _MixingAttention:
         return torch.einsum("htl,lhd->thd", scores.softmax(-1), values.float()).to(query.dtype)
 
 
-def _check_logits(network: nn.Module, attention: _MixingAttention, device: torch.device) -> Tensor:
-    """Return the logits [T,vocab_size] of a few tokens far apart."""
-    vocabulary = cast("nn.Embedding", network.get_input_embeddings()).num_embeddings  # type: ignore[operator]
-    rows = torch.arange(_CHECK_TOKENS, device=device)
-    ids = (rows * 97 + 3) % vocabulary
-    return network_logits(network, ids[None], 41 * rows[None], attention, rows)
+class _Trial:
+    """Runs layers one after the other on a few tokens far apart."""
+
+    def __init__(self, decoder: _Decoder, device: torch.device) -> None:
+        vocabulary = decoder.embed_tokens.num_embeddings
+        rows = torch.arange(_TRIAL_TOKENS, device=device)
+        self._positions = 41 * rows[None]
+        self._hidden: Tensor = decoder.embed_tokens((rows * 97 + 3) % vocabulary)[None]
+        self._rotary = decoder.rotary_emb(self._hidden, self._positions)
+        self._input = self._hidden
+        self.options: dict[int, AttentionOptions] = {}
+
+    def run(self, module: nn.Module) -> Tensor:
+        """Run the next layer as transformers wrote it, and note its options."""
+        attention = _MixingAttention()
+        self._input = self._hidden
+        self._hidden = module(
+            self._input,
+            attention_mask=None,
+            position_ids=self._positions,
+            position_embeddings=self._rotary,
+            use_cache=False,
+            paged_step=attention,
+        )
+        self.options.update(attention.options)
+        return self._hidden
+
+    def run_fused(self, layer: _Layer, ops: LayerOps) -> Tensor:
+        """Run the same layer on the same input."""
+        stream = self._input[0]
+        rotary = self._rotary[0][0], self._rotary[1][0]
+        x = ops.norm(stream, layer.norms[0])
+        added, stream = layer.run(ops, x, stream, rotary, _MixingAttention())
+        return (stream + added)[None]

@@ -138,25 +138,31 @@ def _draw_kernel(
         number = tl.max(_mass_above(row, every, vocabulary, True, BLOCK), axis=0)
         whole = above + (limit.to(tl.float64) - number) * last.to(tl.float64)
         least = tl.maximum(least, last)
-    else:
-        every = tl.full((16,), -1, tl.int32)
-        whole = tl.max(_mass_above(row, every, vocabulary, False, BLOCK), axis=0)
     if nucleus < 1:
+        if (limit <= 0) | (limit >= vocabulary):
+            whole = tl.sum(_sums(row, 0.0, vocabulary, BLOCK), axis=0)
         bits = _threshold(row, nucleus.to(tl.float64) * whole, vocabulary, False, BLOCK)
         least = tl.maximum(least, bits.to(tl.float32, bitcast=True))
     _invert(row, least, tl.load(words + index), tokens + index, vocabulary, BLOCK)
 
 
 @triton.jit
-def _invert(row, least, word, token, vocabulary, BLOCK: tl.constexpr):
-    """Store the index at which the sum of the probabilities of at least `least` passes `word`."""
+def _sums(row, least, vocabulary, BLOCK: tl.constexpr):
+    """Sums, float64 [BLOCK], of the probabilities of at least `least`."""
     columns = tl.arange(0, BLOCK)
     sums = tl.zeros((BLOCK,), tl.float64)
     for at in range(0, vocabulary, BLOCK):
         p = tl.load(row + at + columns, mask=at + columns < vocabulary, other=0.0)
         sums += tl.where(p >= least, p, 0.0).to(tl.float64)
+    return sums
+
+
+@triton.jit
+def _invert(row, least, word, token, vocabulary, BLOCK: tl.constexpr):
+    """Store the index at which the sum of the probabilities of at least `least` passes `word`."""
+    columns = tl.arange(0, BLOCK)
     unsigned = word.to(tl.uint32, bitcast=True).to(tl.float64)
-    target = (unsigned + 0.5) / 4294967296.0 * tl.sum(sums, axis=0)
+    target = (unsigned + 0.5) / 4294967296.0 * tl.sum(_sums(row, least, vocabulary, BLOCK), axis=0)
     before = tl.full((), 0.0, tl.float64)
     found = tl.full((), -1, tl.int32)
     final = tl.full((), 0, tl.int32)

@@ -118,7 +118,9 @@ def time_store(rows: int) -> float:
     both = random(rows, 2, KV_HEADS, DIM)
     positions = torch.arange(rows, device=DEVICE)
     none = torch.empty(0)
-    tensors = BatchTensors(none, positions, torch.zeros_like(positions), none, none, pool.block_table)
+    tensors = BatchTensors(
+        none, positions, torch.zeros_like(positions), none, none, pool.block_table
+    )
 
     def store_all() -> None:
         for keys, values in zip(pool.keys, pool.values, strict=True):
@@ -162,7 +164,9 @@ def prefill_flops(rows: int, history: int) -> int:
 
 
 def decode_table() -> Table:
-    table = Table("batch", "context", "µs a layer", "GB/s", "of 4.1 TB/s", "plan µs", title="decode")
+    table = Table(
+        "batch", "context", "µs a layer", "GB/s", "of 4.1 TB/s", "plan µs", title="decode"
+    )
     for tokens in (1024, 8192, 65536):
         for batch in (1, 16, 64, 256):
             read = batch * tokens * KV_HEADS * DIM * 4
@@ -183,7 +187,14 @@ def decode_table() -> Table:
 
 def prefill_table() -> Table:
     table = Table("rows", "history", "ms a layer", "TFLOP/s", title="prefill")
-    for rows, history in ((2048, 0), (8192, 0), (32768, 0), (2048, 6144), (8192, 24576), (8192, 57344)):
+    for rows, history in (
+        (2048, 0),
+        (8192, 0),
+        (32768, 0),
+        (2048, 6144),
+        (8192, 24576),
+        (8192, 57344),
+    ):
         layer = time_prefill(rows, history)
         rate = prefill_flops(rows, history) / layer / 1e12
         table.add_row(f"{rows}", f"{history}", f"{layer * 1e3:.3f}", f"{rate:.0f}")
@@ -191,7 +202,9 @@ def prefill_table() -> Table:
 
 
 def sdpa_table() -> Table:
-    table = Table("back end", "rows", "ms", "TFLOP/s", "first call ms", title="PyTorch's, first chunk")
+    table = Table(
+        "back end", "rows", "ms", "TFLOP/s", "first call ms", title="PyTorch's, first chunk"
+    )
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         for rows in (2048, 8192, 8193, 32768):
             layer, first = time_sdpa(backend, rows)

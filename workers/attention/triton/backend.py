@@ -44,7 +44,9 @@ class TritonAttention:
         self._pool = pool
         device = pool.rows.device
         self._processors = (
-            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+            torch.cuda.get_device_properties(device).multi_processor_count
+            if device.type == "cuda"
+            else 1
         )
         self._tiles: Tensor | None = None
         """Of a prompt step; None: a decode step."""

@@ -272,7 +272,10 @@ def _decode_kernel(
     e = tl.arange(0, BLOCK_DV)
     n = tl.arange(0, KEYS)
     q = tl.load(
-        query + row.to(tl.int64) * query_row + (head * GROUP + h)[:, None] * query_head + d[None, :],
+        query
+        + row.to(tl.int64) * query_row
+        + (head * GROUP + h)[:, None] * query_head
+        + d[None, :],
         mask=(h < GROUP)[:, None] & (d < D)[None, :],
         other=0.0,
     )

@@ -10,9 +10,7 @@ from workers.attention.batch import BatchTensors
 from workers.contract import PAGE_TOKENS
 
 
-def store(
-    key: Tensor, value: Tensor, keys: Tensor, values: Tensor, tensors: BatchTensors
-) -> None:
+def store(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, tensors: BatchTensors) -> None:
     """Write each row's KV, as the pool's dtype, at its sequence's position; skip rows of padding.
 
     Args:

@@ -7,7 +7,6 @@ results on random rows first. What does not, stays as it is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -29,9 +28,13 @@ _TOLERANCE: Final = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4
 
 
 def agree(ours: Tensor, theirs: Tensor) -> bool:
+    return _difference(ours, theirs) <= _TOLERANCE[theirs.dtype]
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest one, as a part of the largest value."""
     scale = theirs.float().abs().max().clamp(min=1e-6)
-    difference = (ours.float() - theirs.float()).abs().max()
-    return bool(difference <= _TOLERANCE[theirs.dtype] * scale)
+    return float((ours.float() - theirs.float()).abs().max() / scale)
 
 
 class FusedLinear(nn.Module):
@@ -105,17 +108,15 @@ def find_norm(module: nn.Module, ops: LayerOps) -> Norm | None:
         return None
     if not isinstance(eps, float):
         return None
-    candidates: list[Callable[[], Norm]] = [
-        lambda: Norm(weight, eps, rounds_first=True),
-        lambda: Norm(weight, eps, rounds_first=False),
-        lambda: Norm(1 + weight.float(), eps, rounds_first=False),
+    candidates = [
+        Norm(weight, eps, rounds_first=True),
+        Norm(weight, eps, rounds_first=False),
+        Norm(1 + weight.float(), eps, rounds_first=False),
     ]
     sample = _sample(weight)
     expected = module(sample)
-    for candidate in candidates:
-        if agree(ops.norm(sample, candidate()), expected):
-            return candidate()
-    return None
+    best = min(candidates, key=lambda norm: _difference(ops.norm(sample, norm), expected))
+    return best if agree(ops.norm(sample, best), expected) else None
 
 
 def _fused_norm(module: nn.Module, ops: LayerOps) -> FusedNorm | None:

@@ -70,8 +70,14 @@ class LayerOps(Protocol):
         """
         ...
 
-    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """[T,2*width] -> [T,width]: the activation of the first half times the second."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[T,inner] times `weight` [width,inner], plus `bias`: [T,width]."""
+        ...
+
+    def gated_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation
+    ) -> Tensor:
+        """`linear` with `weight` [2*width,inner]; then the activation of the first half times the second."""
         ...
 
 
@@ -103,8 +109,13 @@ class TorchLayerOps:
         rotated = [x * cos + _rotate_half(x) * sin for x in (query, key)]
         return torch.cat([*rotated, value], dim=1).flatten(1)
 
-    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(x, weight, bias)
+
+    def gated_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation
+    ) -> Tensor:
+        gate, up = functional.linear(x, weight, bias).chunk(2, dim=-1)
         if activation == "silu":
             return functional.silu(gate) * up
         return functional.gelu(gate, approximate="tanh") * up

@@ -11,7 +11,6 @@ from typing import Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from workers.kernels.layer_ops import Activation, LayerOps, Norm
 
@@ -37,29 +36,25 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.float() - theirs.float()).abs().max() / scale)
 
 
-class FusedLinear(nn.Module):
-    """Several linear layers of one input as one product. The layers' weights become views of it."""
+class FusedLinear:
+    """Weights of several linear layers of one input, in one piece. The layers' own become views of it."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.cat([x.weight.data for x in layers]), requires_grad=False)
+        self.weight = torch.cat([x.weight.data for x in layers])
         at = 0
         for layer in layers:
-            layer.weight.data = self.weight.data[at : at + layer.out_features]
+            layer.weight.data = self.weight[at : at + layer.out_features]
             at += layer.out_features
         biases = [layer.bias for layer in layers]
-        self.bias: nn.Parameter | None = None
+        self.bias: Tensor | None = None
         if biases[0] is not None:
-            self.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+            self.bias = torch.cat(biases)
 
     @staticmethod
     def fits(layers: list[nn.Module]) -> bool:
         linear = [layer for layer in layers if type(layer) is nn.Linear]
         with_bias = {layer.bias is not None for layer in linear}
         return len(linear) == len(layers) and len(with_bias) == 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias)
 
 
 class FusedNorm(nn.Module):
@@ -83,8 +78,11 @@ class FusedMlp(nn.Module):
         self.down_proj = mlp.down_proj
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up = self.gate_up(x.reshape(-1, x.shape[-1]))
-        out: Tensor = self.down_proj(self._ops.gate(gate_up, self._activation))  # type: ignore[operator]
+        rows = x.reshape(-1, x.shape[-1])
+        gated = self._ops.gated_linear(
+            rows, self.gate_up.weight, self.gate_up.bias, self._activation
+        )
+        out: Tensor = self.down_proj(gated)  # type: ignore[operator]
         return out.view(x.shape)
 
 

@@ -75,10 +75,18 @@ class _Layer:
 
         Returns what is to be added to the stream, and the stream.
         """
-        qkv = ops.rotate(self.qkv(x), self.shape, rotary, self.head_norms)
+        qkv = ops.linear(x, self.qkv.weight, self.qkv.bias)
+        qkv = ops.rotate(qkv, self.shape, rotary, self.head_norms)
         out = attention.attend(self.index, *self.shape.split(qkv), self.options)
-        x, residual = ops.add_norm(self.output(out.flatten(1)), residual, self.norms[1])
-        return self.down(ops.gate(self.gate_up(x), self.activation)), residual
+        x, residual = ops.add_norm(
+            _apply(ops, self.output, out.flatten(1)), residual, self.norms[1]
+        )
+        gated = ops.gated_linear(x, self.gate_up.weight, self.gate_up.bias, self.activation)
+        return _apply(ops, self.down, gated), residual
+
+
+def _apply(ops: LayerOps, layer: nn.Linear, x: Tensor) -> Tensor:
+    return ops.linear(x, layer.weight, layer.bias)
 
 
 class FusedStack(nn.Module):

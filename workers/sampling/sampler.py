@@ -249,8 +249,8 @@ class Sampler:
         slots = inputs.slots.long()
         if logits is None or not len(slots):
             return SampledTokens(slots[:0], [], [])
-        raw = logits.float()
         work = inputs.work
+        raw = logits if work.only_random else logits.float()
         processed = raw
         if len(work.penalised):
             processed = self._penalise(raw, inputs.penalised.long(), slots)
@@ -263,7 +263,7 @@ class Sampler:
         tokens = processed.argmax(-1)
         if len(work.random):
             index = inputs.random.long()
-            tokens[index] = self._draw(processed[index], slots[index], inputs.words, work)
+            tokens[index] = self._draw(processed, inputs.random, slots[index], inputs.words, work)
         if len(work.penalised):
             index = inputs.penalised.long()
             self._token_counts().add_sampled(slots[index], tokens[index])
@@ -290,14 +290,16 @@ class Sampler:
         )
         return logits.index_copy(0, rows, changed)
 
-    def _draw(self, logits: Tensor, slots: Tensor, words: Tensor, work: _StepWork) -> Tensor:
+    def _draw(
+        self, logits: Tensor, rows: Tensor, slots: Tensor, words: Tensor, work: _StepWork
+    ) -> Tensor:
         temperature, top_k, top_p, min_p = self._parameters[slots, :4].unbind(1)
         if logits.is_cuda:
             # Imported here: a CPU worker may have no Triton.
             from workers.sampling.triton.draw import draw_tokens  # noqa: PLC0415
 
-            return draw_tokens(logits, temperature, top_k, top_p, min_p, words)
-        probabilities = (logits / temperature[:, None]).softmax(-1)
+            return draw_tokens(logits, rows, temperature, top_k, top_p, min_p, words)
+        probabilities = (logits[rows.long()].float() / temperature[:, None]).softmax(-1)
         if work.filtered:
             probabilities = filter_probabilities(
                 probabilities, top_k.long(), top_p, min_p, work.ranked
@@ -330,6 +332,11 @@ class _StepWork:
     with_logprobs: npt.NDArray[np.int32]
     filtered: bool
     ranked: bool
+
+    @property
+    def only_random(self) -> bool:
+        """Whether nothing changes the logits or asks for their logarithms."""
+        return not any(map(len, (self.penalised, self.adjusted_rows, self.with_logprobs)))
 
     @classmethod
     def plan(cls, states: list[_SlotSampling], positions: Sequence[int]) -> _StepWork:

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from workers.kernels.layer_ops import Activation, HeadShape, Norm
-from workers.kernels.triton.few_rows import MAX_ROWS, few_rows_linear
 
 _GATE_BLOCK: Final = 1024
 _HEADS_AT_ONCE: Final = 8
@@ -79,15 +78,11 @@ class TritonLayerOps:
         return qkv
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if x.shape[0] <= MAX_ROWS:
-            return few_rows_linear(x, weight, bias)
         return functional.linear(x, weight, bias)
 
     def gated_linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation
     ) -> Tensor:
-        if x.shape[0] <= MAX_ROWS and activation == "silu":
-            return few_rows_linear(x, weight, bias, gated=True)
         gate_up = functional.linear(x, weight, bias)
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)

@@ -1,7 +1,8 @@
 """Random draws on a CUDA GPU without sorting a vocabulary: one program a row.
 
 Which probabilities stay is a threshold, and a threshold is found by its bits: positive floats are ordered as
-their bits are. Four bits are found at a time, by sixteen sums over the row, so a row is read eight times.
+their bits are. Two bits are found at a time, by sums over the row. Probabilities are computed anew from the
+logits wherever they are needed, which costs less than to store them.
 """
 
 from __future__ import annotations
@@ -13,16 +14,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK: Final = 1024
+_BLOCK: Final = 4096
 
 
 def draw_tokens(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, words: Tensor
+    logits: Tensor,
+    rows: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    words: Tensor,
 ) -> Tensor:
-    """Draw one token per row: `filter_probabilities` and `draw` of `logit_processing` in one launch.
+    """Draw one token for each of `rows`: `filter_probabilities` and `draw` of `logit_processing` in one launch.
 
     Args:
-        logits: [R,V], any float type.
+        logits: [T,V], any float type.
+        rows: int32 [R], of `logits`.
         temperature: float32 [R], above 0; so are `top_p` and `min_p`.
         top_k: float32 [R], whole numbers; 0: no limit.
         words: int32 [R], uniform 32-bit words.
@@ -30,13 +38,12 @@ def draw_tokens(
     Returns:
         int64 [R].
     """
-    rows, vocabulary = logits.shape
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    probabilities = torch.empty(rows, vocabulary, dtype=torch.float32, device=logits.device)
-    _draw_kernel[(rows,)](
+    vocabulary = logits.shape[1]
+    tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    _draw_kernel[(len(rows),)](
         logits,
         logits.stride(0),
-        probabilities,
+        rows,
         temperature,
         top_k,
         top_p,
@@ -45,47 +52,43 @@ def draw_tokens(
         tokens,
         vocabulary,
         BLOCK=min(_BLOCK, triton.next_power_of_2(vocabulary)),
-        num_warps=8,
+        num_warps=16,
     )
     return tokens
 
 
 @triton.jit
-def _softmax(logits, out, temperature, vocabulary, BLOCK: tl.constexpr):
-    """Store the probabilities of a row and return the largest one."""
-    columns = tl.arange(0, BLOCK)
-    peaks = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for at in range(0, vocabulary, BLOCK):
-        inside = at + columns < vocabulary
-        x = tl.load(logits + at + columns, mask=inside, other=float("-inf"))
-        peaks = tl.maximum(peaks, x.to(tl.float32) / temperature)
-    peak = tl.max(peaks, axis=0)
-    sums = tl.zeros((BLOCK,), tl.float32)
-    for at in range(0, vocabulary, BLOCK):
-        inside = at + columns < vocabulary
-        x = tl.load(logits + at + columns, mask=inside, other=float("-inf"))
-        weight = tl.exp(x.to(tl.float32) / temperature - peak)
-        sums += weight
-        tl.store(out + at + columns, weight, mask=inside)
-    total = tl.sum(sums, axis=0)
-    tl.debug_barrier()
-    for at in range(0, vocabulary, BLOCK):
-        inside = at + columns < vocabulary
-        weight = tl.load(out + at + columns, mask=inside, other=0.0)
-        tl.store(out + at + columns, weight / total, mask=inside)
-    tl.debug_barrier()
-    return 1.0 / total
+def _probabilities(row, at, vocabulary, scale, peak, total, BLOCK: tl.constexpr):
+    """Those of the columns from `at` on, [BLOCK]; 0 beyond the vocabulary."""
+    columns = at + tl.arange(0, BLOCK)
+    x = tl.load(row + columns, mask=columns < vocabulary, other=float("-inf"))
+    return tl.exp(x.to(tl.float32) * scale - peak) / total
 
 
 @triton.jit
-def _mass_above(row, bits, vocabulary, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Number (with COUNT) or sum of the probabilities whose bits exceed each of `bits` [16], in float64."""
+def _normaliser(row, vocabulary, scale, BLOCK: tl.constexpr):
+    """Return the largest scaled logit and the sum of the exponentials of what lies below it."""
     columns = tl.arange(0, BLOCK)
-    totals = tl.zeros((BLOCK, 16), tl.int32 if COUNT else tl.float64)
+    peaks = tl.full((BLOCK,), -3e38, tl.float32)
+    sums = tl.zeros((BLOCK,), tl.float32)
     for at in range(0, vocabulary, BLOCK):
-        inside = at + columns < vocabulary
-        p = tl.load(row + at + columns, mask=inside, other=0.0)
-        own = tl.where(inside, p.to(tl.int32, bitcast=True), -1)
+        x = tl.load(row + at + columns, mask=at + columns < vocabulary, other=float("-inf"))
+        x = x.to(tl.float32) * scale
+        higher = tl.maximum(peaks, x)
+        sums = sums * tl.exp(peaks - higher) + tl.exp(x - higher)
+        peaks = higher
+    peak = tl.max(peaks, axis=0)
+    return peak, tl.sum(sums * tl.exp(peaks - peak), axis=0)
+
+
+@triton.jit
+def _above(row, bits, vocabulary, scale, peak, total, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """Number (with COUNT) or sum of the probabilities whose bits exceed each of `bits` [4], in float64."""
+    columns = tl.arange(0, BLOCK)
+    totals = tl.zeros((BLOCK, 4), tl.int32 if COUNT else tl.float64)
+    for at in range(0, vocabulary, BLOCK):
+        p = _probabilities(row, at, vocabulary, scale, peak, total, BLOCK)
+        own = tl.where(at + columns < vocabulary, p.to(tl.int32, bitcast=True), -1)
         above = own[:, None] > bits[None, :]
         if COUNT:
             totals += above.to(tl.int32)
@@ -95,17 +98,19 @@ def _mass_above(row, bits, vocabulary, COUNT: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _threshold(row, limit, vocabulary, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def _threshold(
+    row, limit, vocabulary, scale, peak, total, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):
     """The least bits of which the number or mass above is less than `limit`."""
     low = tl.full((), -1, tl.int32)  # the mass above it is too large, or it is -1
-    digits = tl.arange(0, 16)
-    for turn in range(8):
-        # Sixteen candidates, one step apart; the last one is known to be enough.
-        step = 1 << (28 - 4 * turn)
+    digits = tl.arange(0, 4)
+    for turn in range(16):
+        # Four candidates, one step apart; the last one is known to be enough.
+        step = 1 << (30 - 2 * turn)
         bits = low + (digits + 1) * step
         bits = tl.where(bits <= low, 0x7FFFFFFF, bits)  # beyond the largest number
-        fails = _mass_above(row, bits, vocabulary, COUNT, BLOCK) >= limit
-        low += tl.sum(fails.to(tl.int32), axis=0) * step
+        mass = _above(row, bits, vocabulary, scale, peak, total, COUNT, BLOCK)
+        low += tl.sum((mass >= limit).to(tl.int32), axis=0) * step
     return low + 1
 
 
@@ -113,7 +118,7 @@ def _threshold(row, limit, vocabulary, COUNT: tl.constexpr, BLOCK: tl.constexpr)
 def _draw_kernel(
     logits,
     stride,
-    probabilities,
+    rows,
     temperature,
     top_k,
     top_p,
@@ -123,57 +128,67 @@ def _draw_kernel(
     vocabulary,
     BLOCK: tl.constexpr,
 ):
-    index = tl.program_id(0).to(tl.int64)
-    row = probabilities + index * vocabulary
-    peak = _softmax(logits + index * stride, row, tl.load(temperature + index), vocabulary, BLOCK)
-    least = tl.load(min_p + index) * peak
+    index = tl.program_id(0)
+    row = logits + tl.load(rows + index).to(tl.int64) * stride
+    scale = 1.0 / tl.load(temperature + index)
     limit = tl.load(top_k + index)
     nucleus = tl.load(top_p + index)
-    whole = tl.full((), 1.0, tl.float64)
-    if (limit > 0) & (limit < vocabulary):
-        bits = _threshold(row, limit.to(tl.float64), vocabulary, True, BLOCK)
+    peak, total = _normaliser(row, vocabulary, scale, BLOCK)
+    least = tl.load(min_p + index) / total
+    whole = tl.full((), 0.0, tl.float64)
+    ranked = (limit > 0) & (limit < vocabulary)
+    if ranked:
+        bits = _threshold(row, limit.to(tl.float64), vocabulary, scale, peak, total, True, BLOCK)
         last = bits.to(tl.float32, bitcast=True)
-        every = tl.full((16,), 0, tl.int32) + bits
-        above = tl.max(_mass_above(row, every, vocabulary, False, BLOCK), axis=0)
-        number = tl.max(_mass_above(row, every, vocabulary, True, BLOCK), axis=0)
-        whole = above + (limit.to(tl.float64) - number) * last.to(tl.float64)
         least = tl.maximum(least, last)
+        if nucleus < 1:
+            every = tl.full((4,), 0, tl.int32) + bits
+            mass = _above(row, every, vocabulary, scale, peak, total, False, BLOCK)
+            number = _above(row, every, vocabulary, scale, peak, total, True, BLOCK)
+            left = limit.to(tl.float64) - tl.max(number, axis=0)
+            whole = tl.max(mass, axis=0) + left * last.to(tl.float64)
     if nucleus < 1:
-        if (limit <= 0) | (limit >= vocabulary):
-            whole = tl.sum(_sums(row, 0.0, vocabulary, BLOCK), axis=0)
-        bits = _threshold(row, nucleus.to(tl.float64) * whole, vocabulary, False, BLOCK)
+        if not ranked:
+            whole = _mass(row, 0.0, vocabulary, scale, peak, total, BLOCK)
+        goal = nucleus.to(tl.float64) * whole
+        bits = _threshold(row, goal, vocabulary, scale, peak, total, False, BLOCK)
         least = tl.maximum(least, bits.to(tl.float32, bitcast=True))
-    _invert(row, least, tl.load(words + index), tokens + index, vocabulary, BLOCK)
+    token = _invert(row, least, tl.load(words + index), vocabulary, scale, peak, total, BLOCK)
+    tl.store(tokens + index, token.to(tl.int64))
 
 
 @triton.jit
-def _sums(row, least, vocabulary, BLOCK: tl.constexpr):
-    """Sums, float64 [BLOCK], of the probabilities of at least `least`."""
-    columns = tl.arange(0, BLOCK)
+def _mass(row, least, vocabulary, scale, peak, total, BLOCK: tl.constexpr):
+    """Sum, in float64, of the probabilities of at least `least`."""
     sums = tl.zeros((BLOCK,), tl.float64)
     for at in range(0, vocabulary, BLOCK):
-        p = tl.load(row + at + columns, mask=at + columns < vocabulary, other=0.0)
+        p = _probabilities(row, at, vocabulary, scale, peak, total, BLOCK)
         sums += tl.where(p >= least, p, 0.0).to(tl.float64)
-    return sums
+    return tl.sum(sums, axis=0)
 
 
 @triton.jit
-def _invert(row, least, word, token, vocabulary, BLOCK: tl.constexpr):
-    """Store the index at which the sum of the probabilities of at least `least` passes `word`."""
+def _invert(row, least, word, vocabulary, scale, peak, total, BLOCK: tl.constexpr):
+    """The index at which the sum of the probabilities of at least `least` passes `word`."""
     columns = tl.arange(0, BLOCK)
     unsigned = word.to(tl.uint32, bitcast=True).to(tl.float64)
-    target = (unsigned + 0.5) / 4294967296.0 * tl.sum(_sums(row, least, vocabulary, BLOCK), axis=0)
+    mass = _mass(row, least, vocabulary, scale, peak, total, BLOCK)
+    target = (unsigned + 0.5) / 4294967296.0 * mass
     before = tl.full((), 0.0, tl.float64)
     found = tl.full((), -1, tl.int32)
     final = tl.full((), 0, tl.int32)
-    for at in range(0, vocabulary, BLOCK):
-        p = tl.load(row + at + columns, mask=at + columns < vocabulary, other=0.0)
+    at = 0
+    while (at < vocabulary) & (found < 0):
+        p = _probabilities(row, at, vocabulary, scale, peak, total, BLOCK)
         kept = tl.where(p >= least, p, 0.0).to(tl.float64)
-        reached = before + tl.cumsum(kept, axis=0)
-        passes = (reached > target) & (kept > 0)
-        first = tl.min(tl.where(passes, at + columns, 0x7FFFFFFF), axis=0)
-        found = tl.where((found < 0) & (first < 0x7FFFFFFF), first, found)
+        inside = tl.sum(kept, axis=0)
+        if before + inside > target:
+            reached = before + tl.cumsum(kept, axis=0)
+            passes = (reached > target) & (kept > 0)
+            first = tl.min(tl.where(passes, at + columns, 0x7FFFFFFF), axis=0)
+            found = tl.where(first < 0x7FFFFFFF, first, found)
         final = tl.maximum(final, tl.max(tl.where(kept > 0, at + columns, 0), axis=0))
-        before += tl.sum(kept, axis=0)
-    # The two ways of summing may differ in their last bits.
-    tl.store(token, tl.where(found < 0, final, found).to(tl.int64))
+        before += inside
+        at += BLOCK
+    # Sums in another order may differ in their last bits, so that none passes.
+    return tl.where(found < 0, final, found)

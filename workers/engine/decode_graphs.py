@@ -11,7 +11,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
 _log = logging.getLogger(__name__)
+
+_LARGEST: Final = 512
+"""Larger batches run without a graph: their launches take less time than their work."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,9 @@ def padded_sizes(max_num_seqs: int) -> list[int]:
     cuBLAS's products of one row are slower than those of two.
     """
     sizes = [2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256]
-    sizes += range(320, max_num_seqs + 64, 64)
-    return sorted({*(s for s in sizes if s < max_num_seqs), max_num_seqs})
+    sizes += range(320, _LARGEST + 1, 64)
+    most = min(max_num_seqs, _LARGEST)
+    return sorted({*(s for s in sizes if s < most), most})
 
 
 class DecodeGraphs:

@@ -26,7 +26,9 @@ def draw_tokens(
     min_p: Tensor,
     words: Tensor,
 ) -> Tensor:
-    """Draw one token for each of `rows`: `filter_probabilities` and `draw` of `logit_processing` in one launch.
+    """Draw one token for each of `rows`.
+
+    `filter_probabilities` and `draw` of `logit_processing` are its reference.
 
     Args:
         logits: [T,V], any float type.

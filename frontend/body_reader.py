@@ -21,6 +21,7 @@ from frontend.api.tokenize import DETOKENIZE, TOKENIZE
 from frontend.errors import ApiError
 from frontend.generation.request import ModelLimits
 from frontend.links.body_reader import REPLY, REQUEST, Errand, Refusal
+from transport.child import give_way
 from transport.logs import configure_logging
 
 READERS: Final[dict[str, Callable[[bytes, ModelLimits], object]]] = {
@@ -64,6 +65,7 @@ def main(frontend: str, instance: str, log_level: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     setproctitle.setproctitle(f"deepinfer:{frontend} body reader [{instance}]")
     configure_logging(f"{frontend} reader", log_level)
+    give_way()
     gc.freeze()
     gc.disable()  # while a body is decoded: each search would go through millions of new objects
     with socket.socket(fileno=0) as line, contextlib.suppress(ConnectionError):

@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar
 import msgspec
 import setproctitle
 
+from transport.frame_limits import REPORT_BYTES
 from transport.ids import ProcessName
 from transport.logs import configure_logging
 from transport.messages.base import PROTOCOL_VERSION, Hello, Role
@@ -30,6 +31,8 @@ EXIT_AGAIN = 1
 """For any other reason: the daemon starts a new one."""
 EXIT_ORPHANED = 86
 MAX_SETTINGS_BYTES = 1 << 20
+_GIVING_WAY = 5
+"""A third of the weight of the others."""
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,8 @@ class ProcessSettings(msgspec.Struct, frozen=True):
     parent_pid: int
     config_hash: str
     log_level: str = "info"
+    max_frame: int = REPORT_BYTES
+    """Of the links to the router, in bytes."""
     heartbeat_seconds: float = 0.5
     """Time between two snapshots."""
     connect_seconds: float = 30.0
@@ -108,6 +113,12 @@ def enter_process(settings_type: type[SettingsT]) -> tuple[SettingsT, StopFlag]:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_at_end_of_input, name="death-pipe", daemon=True).start()
     return settings, stop
+
+
+def give_way() -> None:
+    """For a process that works long on a single client's request: those that serve everybody get the
+    processor first."""
+    os.nice(_GIVING_WAY)
 
 
 def die_with_parent(parent_pid: int) -> None:

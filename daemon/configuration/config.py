@@ -251,3 +251,5 @@ class InstanceConfig:
     """fake: no model, a deterministic token sequence instead."""
     fake_step_ms: Annotated[float, _TESTING, _NOT_NEGATIVE] = 0.0
     """Duration of a step of the fake engine."""
+    fake_checking: Annotated[bool, _TESTING] = False
+    """Each token of the fake engine depends on all before it, as they lie in its pages."""

@@ -16,11 +16,10 @@ from daemon.inspection.control_server import ControlServer
 from daemon.instance.host_pools import HostPools, check_pools
 from daemon.instance.instance import Instance
 from daemon.instance.key_ring import KeyRing
-from daemon.instance.memory_check import check_memory
+from daemon.instance.model_check import check_model
 from daemon.instance.preflight import (
     check_devices,
     check_thread_limit,
-    check_weights,
     find_model,
     raise_descriptor_limit,
 )
@@ -63,9 +62,7 @@ def run_instance(config: InstanceConfig, signals: StopSignals) -> None:
             # Fetching the default model takes minutes on a slow network.
             with signals.interrupting():
                 model_dir = find_model(config.model, _tell_progress)
-            if config.engine != "fake" and config.load_format != "dummy":
-                check_weights(model_dir)
-                check_memory(config, accelerator, model_dir)
+            check_model(config, accelerator, model_dir)
             plan = make_plan(config, model_dir, run_path, os.getpid())
             log.info("serving %s from %s on %s", plan.model_name, model_dir, plan.accelerator)
             pools = HostPools(config.instance, config.dp if plan.hicache_bytes else 0)

@@ -188,7 +188,11 @@ def _serve(process: Process[RouterSettings, RouterNotice]) -> None:
     core = RouterCore(settings, RouterMetrics(process.metrics, settings))
     notices: queue.Queue[RouterNotice] = queue.Queue(MAX_NOTICES)
     with (
-        closing(RouterSocket(process.context, process.endpoints.router, TO_ROUTER)) as socket,
+        closing(
+            RouterSocket(
+                process.context, process.endpoints.router, TO_ROUTER, settings.process.max_frame
+            )
+        ) as socket,
         closing(Tap(process.context, process.endpoints.tap)) as tap,
     ):
         daemon.watch(socket, tap, request_rows=core.rows)

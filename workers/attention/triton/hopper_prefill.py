@@ -26,6 +26,7 @@ from workers.attention.math import AttentionOptions
 from workers.contract import PAGE_TOKENS
 
 _ROWS: Final = 128
+_STAGES: Final = 2
 _TILE_WORDS: Final = 4
 _NO_WINDOW: Final = 1 << 30
 _TYPES: Final = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -75,7 +76,8 @@ def hopper_prefill(
         HAS_WINDOW=options.window is not None,
         ROWS=_ROWS,
         KEYS=PAGE_TOKENS,
-        num_warps=8,
+        STAGES=_STAGES,
+        num_warps=4,
     )
     return out
 
@@ -89,21 +91,10 @@ def _describe(pages: Tensor) -> TensorDescriptor:
 
 
 @gluon.jit
-def _fetch(desc, page, kv_head, barriers, buffers, block, wanted):
-    """Start to copy a page's keys or values to the buffer of `block`."""
-    barrier = barriers.index(block % 2)
-    mbarrier.expect(barrier, desc.block_type.nbytes, pred=wanted)
-    tma.async_copy_global_to_shared(
-        desc, [page, kv_head, 0, 0], barrier, buffers.index(block % 2), pred=wanted
-    )
-
-
-@gluon.jit
-def _arrived(desc, barriers, buffers, block, KEYS: gl.constexpr, D: gl.constexpr):
-    """Wait for a block; return it as [keys, D] in shared memory."""
+def _buffer(desc, buffers, block, KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
+    """The copy of a block, as [keys, D] in shared memory."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D], desc.dtype)
-    mbarrier.wait(barriers.index(block % 2), (block // 2) & 1)
-    return buffers.index(block % 2)._reinterpret(desc.dtype, [KEYS, D], layout)
+    return buffers.index(block % STAGES)._reinterpret(desc.dtype, [KEYS, D], layout)
 
 
 @gluon.jit(do_not_specialize=["window"])
@@ -126,47 +117,127 @@ def _hopper_prefill_kernel(
     HAS_WINDOW: gl.constexpr,
     ROWS: gl.constexpr,
     KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
+    """Two groups of four warps attend half of the rows each; one more warp copies pages for both."""
     dtype: gl.constexpr = keys.dtype
-    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, KEYS, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, D, 16])
-    weights_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
-    scores_rows: gl.constexpr = gl.SliceLayout(1, scores_layout)
-    acc_rows: gl.constexpr = gl.SliceLayout(1, acc_layout)
-    plain: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0])
-
     head = gl.program_id(0)
     tile = tiles + gl.program_id(1) * WORDS
     slot = gl.load(tile)
     first_row = gl.load(tile + 1)
     start = gl.load(tile + 2)
     rows = gl.load(tile + 3)
-    kv_head = head // GROUP
     end = start + rows
-    first_block = 0
-    full = 0
+    first_block = gl.to_tensor(0)
     if HAS_WINDOW:
         first_block = gl.maximum(start + 1 - window, 0) // KEYS
-        full = gl.maximum(end - window, 0)  # from here on no row's window hides a key
     blocks = gl.cdiv(end, KEYS) - first_block
     table = block_table + slot.to(gl.int64) * table_row + first_block
 
-    key_buffers = gl.allocate_shared_memory(dtype, [2, 1, 1, KEYS, D], keys.layout)
-    value_buffers = gl.allocate_shared_memory(dtype, [2, 1, 1, KEYS, D], values.layout)
-    key_barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    value_barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(key_barriers.index(i), count=1)
-        mbarrier.init(value_barriers.index(i), count=1)
-    page = gl.load(table)
-    next_page = gl.load(table + 1, mask=blocks > 1, other=0)
-    _fetch(keys, page, kv_head, key_barriers, key_buffers, 0, True)
-    _fetch(values, page, kv_head, value_barriers, value_buffers, 0, True)
-    _fetch(keys, next_page, kv_head, key_barriers, key_buffers, 1, blocks > 1)
-    _fetch(values, next_page, kv_head, value_barriers, value_buffers, 1, blocks > 1)
-    next_page = gl.load(table + 2, mask=blocks > 2, other=0)
+    key_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, D], keys.layout)
+    value_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, D], values.layout)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS // 2, D], dtype)
+    q_buffers = gl.allocate_shared_memory(dtype, [2, ROWS // 2, D], q_layout)
+    # Of each buffer: filled, and free again.
+    keys_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    keys_read = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    values_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    values_read = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(keys_ready.index(i), count=1)
+        mbarrier.init(values_ready.index(i), count=1)
+        mbarrier.init(keys_read.index(i), count=2)
+        mbarrier.init(values_read.index(i), count=2)
+    shared = (
+        query, keys, values, out, q_buffers, key_buffers, value_buffers, keys_ready, keys_read,
+        values_ready, values_read, head, first_row, start, rows, first_block, blocks, query_row,
+        query_head, factor, window,
+    )  # fmt: skip
+    constants: gl.constexpr = (HEADS, D, HAS_WINDOW, ROWS // 2, KEYS, STAGES)
+    gl.warp_specialize(
+        [
+            (_attend_upper, (shared, constants)),
+            (_attend_lower, (shared, constants)),
+            (
+                _copy_pages,
+                (
+                    keys, values, key_buffers, value_buffers, keys_ready, keys_read, values_ready,
+                    values_read, table, head // GROUP, blocks, STAGES,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
 
-    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, plain))
+
+@gluon.jit
+def _copy_pages(
+    keys,
+    values,
+    key_buffers,
+    value_buffers,
+    keys_ready,
+    keys_read,
+    values_ready,
+    values_read,
+    table,
+    kv_head,
+    blocks,
+    STAGES: gl.constexpr,
+):
+    next_page = gl.load(table)
+    for block in range(blocks):
+        page = next_page
+        next_page = gl.load(table + block + 1, mask=block + 1 < blocks, other=0)
+        stage = block % STAGES
+        phase = (block // STAGES + 1) & 1
+        mbarrier.wait(keys_read.index(stage), phase)
+        mbarrier.expect(keys_ready.index(stage), keys.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            keys, [page, kv_head, 0, 0], keys_ready.index(stage), key_buffers.index(stage)
+        )
+        mbarrier.wait(values_read.index(stage), phase)
+        mbarrier.expect(values_ready.index(stage), values.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            values, [page, kv_head, 0, 0], values_ready.index(stage), value_buffers.index(stage)
+        )
+
+
+@gluon.jit
+def _attend_upper(shared, constants: gl.constexpr):
+    _attend(shared, constants, 0)
+
+
+@gluon.jit
+def _attend_lower(shared, constants: gl.constexpr):
+    _attend(shared, constants, 1)
+
+
+@gluon.jit
+def _attend(shared, constants: gl.constexpr, HALF: gl.constexpr):
+    (
+        query, keys, values, out, q_buffers, key_buffers, value_buffers, keys_ready, keys_read,
+        values_ready, values_read, head, first_row, start, rows, first_block, blocks, query_row,
+        query_head, factor, window,
+    ) = shared  # fmt: skip
+    HEADS: gl.constexpr = constants[0]
+    D: gl.constexpr = constants[1]
+    HAS_WINDOW: gl.constexpr = constants[2]
+    ROWS: gl.constexpr = constants[3]
+    KEYS: gl.constexpr = constants[4]
+    STAGES: gl.constexpr = constants[5]
+    dtype: gl.constexpr = keys.dtype
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    weights_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    scores_rows: gl.constexpr = gl.SliceLayout(1, scores_layout)
+    acc_rows: gl.constexpr = gl.SliceLayout(1, acc_layout)
+    plain: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    end = start + rows
+    full = gl.maximum(end - window, 0)  # from here on no row's window hides a key
+
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, plain)) + HALF * ROWS
     d = gl.arange(0, D, layout=gl.SliceLayout(0, plain))
     row = (first_row + r).to(gl.int64)
     q = gl.load(
@@ -174,60 +245,60 @@ def _hopper_prefill_kernel(
         mask=(r < rows)[:, None],
         other=0.0,
     )
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
-    q_shared = gl.allocate_shared_memory(dtype, [ROWS, D], q_layout, q)
+    q_shared = q_buffers.index(HALF)
+    q_shared.store(q)
     fence_async_shared()
 
-    position = start + gl.arange(0, ROWS, layout=scores_rows)
+    own_start = start + HALF * ROWS
+    position = own_start + gl.arange(0, ROWS, layout=scores_rows)
     n = gl.arange(0, KEYS, layout=gl.SliceLayout(0, scores_layout))
     no_scores = gl.zeros([ROWS, KEYS], gl.float32, scores_layout)
     m = gl.full([ROWS], float("-inf"), gl.float32, scores_rows)
     total = gl.zeros([ROWS], gl.float32, scores_rows)
     acc = gl.zeros([ROWS, D], gl.float32, acc_layout)
 
-    k = _arrived(keys, key_barriers, key_buffers, 0, KEYS, D)
+    mbarrier.wait(keys_ready.index(0), 0)
+    k = _buffer(keys, key_buffers, 0, KEYS, D, STAGES)
     scores = warpgroup_mma(q_shared, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    _fetch(keys, next_page, kv_head, key_barriers, key_buffers, 2, blocks > 2)
+    mbarrier.arrive(keys_read.index(0), count=1)
     m, total, shrink, weights = _softmax(
-        scores, m, total, first_block * KEYS, full, position, n, start, factor, window,
+        scores, m, total, first_block * KEYS, full, position, n, own_start, factor, window,
         HAS_WINDOW, KEYS, dtype, weights_layout,
     )  # fmt: skip
 
     for block in range(1, blocks):
-        value_page = next_page  # of block + 1
-        next_page = gl.load(table + block + 2, mask=block + 2 < blocks, other=0)
-        k = _arrived(keys, key_barriers, key_buffers, block, KEYS, D)
+        stage = block % STAGES
+        before = (block - 1) % STAGES
+        mbarrier.wait(keys_ready.index(stage), (block // STAGES) & 1)
+        k = _buffer(keys, key_buffers, block, KEYS, D, STAGES)
         scores = warpgroup_mma(q_shared, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        v = _arrived(values, value_barriers, value_buffers, block - 1, KEYS, D)
+        mbarrier.wait(values_ready.index(before), ((block - 1) // STAGES) & 1)
+        v = _buffer(values, value_buffers, block - 1, KEYS, D, STAGES)
         acc = warpgroup_mma(weights, v, acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=(scores,))
-        _fetch(keys, next_page, kv_head, key_barriers, key_buffers, block + 2, block + 2 < blocks)
+        mbarrier.arrive(keys_read.index(stage), count=1)
         m, total, shrink, next_weights = _softmax(
-            scores, m, total, (first_block + block) * KEYS, full, position, n, start, factor, window,
-            HAS_WINDOW, KEYS, dtype, weights_layout,
+            scores, m, total, (first_block + block) * KEYS, full, position, n, own_start, factor,
+            window, HAS_WINDOW, KEYS, dtype, weights_layout,
         )  # fmt: skip
         acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
-        more = block + 1 < blocks
-        _fetch(values, value_page, kv_head, value_barriers, value_buffers, block + 1, more)
+        mbarrier.arrive(values_read.index(before), count=1)
         acc = acc * gl.convert_layout(shrink, acc_rows)[:, None]
         weights = next_weights
 
     last = blocks - 1
-    v = _arrived(values, value_barriers, value_buffers, last, KEYS, D)
+    mbarrier.wait(values_ready.index(last % STAGES), (last // STAGES) & 1)
+    v = _buffer(values, value_buffers, last, KEYS, D, STAGES)
     if (first_block + blocks) * KEYS > end:
-        # Keys beyond the end may never have been written, or not with finite numbers.
+        # Keys beyond the end may never have been written, or not with finite numbers. Both groups clear
+        # them, each before it reads them.
         token = gl.arange(0, KEYS, layout=gl.SliceLayout(1, plain)) + (first_block + last) * KEYS
-        kept = gl.where((token < end)[:, None], v.load(plain), 0.0)
-        v.store(kept.to(dtype))
+        v.store(gl.where((token < end)[:, None], v.load(plain), 0.0).to(dtype))
         fence_async_shared()
     acc = warpgroup_mma(weights, v, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    total = gl.where(total == 0, 1.0, total)
-    result = acc / gl.convert_layout(total, acc_rows)[:, None]
-    for i in gl.static_range(2):
-        mbarrier.invalidate(key_barriers.index(i))
-        mbarrier.invalidate(value_barriers.index(i))
+    result = acc / gl.convert_layout(gl.where(total == 0, 1.0, total), acc_rows)[:, None]
     result = gl.convert_layout(result.to(out.dtype.element_ty), plain)
     gl.store(
         out + (row * HEADS + head)[:, None] * D + d[None, :], result, mask=(r < rows)[:, None]

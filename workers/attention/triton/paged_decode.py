@@ -52,11 +52,11 @@ def choose_key_block(query: Tensor, keys: Tensor, values: Tensor) -> int:
 def choose_programs(batch: int, kv_heads: int, processors: int) -> int:
     """Programs that keep `processors` multiprocessors busy to the end.
 
-    Few sequences are cut into as many equal pieces as run at once. Many are not cut until some are much longer
-    than others.
+    Few sequences are cut into as many equal pieces as run at once. Where whole sequences fill the GPU twice,
+    pieces are only for what is longer than half of an even share.
     """
     at_once = 2 * processors
-    return at_once if batch * kv_heads <= at_once else 4 * at_once
+    return at_once if batch * kv_heads < 2 * at_once else 2 * at_once
 
 
 def plan_decode(

@@ -36,7 +36,7 @@ def create_attention(pool: PagePool) -> AttentionBackend:
 class TritonAttention:
     """Implements `AttentionBackend`.
 
-    A row at a negative position is padding: nothing is stored for it, and in a decode step its output is zero.
+    A row at a negative position is padding: nothing is stored for it, and its output in a decode step is 0.
     """
 
     def __init__(self, pool: PagePool) -> None:

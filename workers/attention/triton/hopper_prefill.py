@@ -1,8 +1,8 @@
 """Prompt attention for Hopper GPUs: what `paged_prefill` does for 16-bit types, a third faster.
 
-One warp copies pages to shared memory. Two groups of four warps each attend half of a tile's rows: a group
-computes the softmax of one block of keys while the tensor cores work on its values of the block before, or for
-the other group. Triton cannot be told so; Gluon, its lower level, can.
+One warp copies pages to shared memory. Two groups of four warps each attend half of a tile's rows. While a
+group computes the softmax of one block of keys, the tensor cores add the values of the block before, or work
+for the other group. Triton cannot be told so; Gluon, its lower level, can.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Decode attention over pages: one query token for each sequence, keys and values read in place.
 
-Lengths are known to the device alone. A small kernel, run once a step, cuts all sequences into pieces of about
-equal size, as many as keep the GPU busy; the attention kernel runs one program for each piece and key head.
-A sequence in several pieces is put together by whichever of its programs ends last.
+Only the device knows lengths. A small kernel, run once a step, cuts all sequences into pieces of about equal
+size, as many as keep the GPU busy. The attention kernel runs one program for each piece and key head. The
+program that ends last of a sequence and head adds up their pieces.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Speed of the attention kernels on a GPU: `python -m benchmarks.kernels`.
 
-Shapes are those of Llama 3.1 8B, in bfloat16. Calls go round several layers of a pool whose pages are scattered,
-so that the L2 cache holds nothing of the next call. Times are medians of replayed graphs.
+Shapes are those of Llama 3.1 8B, in bfloat16. Calls go round several layers of a pool whose pages are
+scattered, so that the L2 cache holds nothing of the next call. Times are medians of replayed graphs.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ def time_decode(batch: int, tokens: int) -> tuple[float, float]:
         return plan_decode(
             positions,
             slots,
+            pool.block_table,
             kv_heads=KV_HEADS,
             window=None,
             programs=choose_programs(batch, KV_HEADS, processors),

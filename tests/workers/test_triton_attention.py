@@ -164,7 +164,7 @@ def check(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
 SMALL = Shape(1, 2, 16, 16)
 SHAPES = [
     Shape(1, 1, 64, 64),
-    Shape(2, 3, 80, 48),
+    Shape(2, 2, 40, 24),
     Shape(1, 20, 16, 32, F16, F16),
     Shape(1, 2, 256, 256, F16, F16),
     Shape(1, 4, 32, 32, F32, F16),
@@ -172,6 +172,7 @@ SHAPES = [
 ]
 if ON_GPU:  # the interpreter is slow, and NumPy has no bfloat16
     SHAPES += [
+        Shape(2, 3, 80, 48),
         Shape(1, 7, 96, 96),
         Shape(1, 32, 24, 8),
         Shape(3, 3, 128, 128, F16, F16),
@@ -201,6 +202,7 @@ def decode(data: Sequences, asked: AttentionOptions, programs: int, layers: int 
     plan = plan_decode(
         positions,
         slots,
+        data.block_table,
         kv_heads=shape.kv_heads,
         window=asked.window,
         programs=programs * shape.kv_heads,
@@ -269,7 +271,7 @@ TILES = [None, TileShape(16, 128, 4, 2), TileShape(64, 16, 4, 2)]
 SMALL_SHAPES = [SMALL, Shape(1, 2, 64, 64, BF16, BF16), Shape(2, 1, 80, 48, F16, F16)]
 
 
-@pytest.mark.parametrize("tile", TILES if ON_GPU else TILES[:1], ids=str)
+@pytest.mark.parametrize("tile", TILES if ON_GPU else [TileShape(64, 64, 4, 2)], ids=str)
 @pytest.mark.parametrize("shape", SMALL_SHAPES if ON_GPU else [SMALL], ids=str)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_prefill_at_borders(window: int | None, shape: Shape, tile: TileShape | None) -> None:
@@ -327,7 +329,7 @@ def run_steps(data: Sequences, asked: AttentionOptions) -> None:
         starts = ends
 
 
-STORED = [Shape(1, 3, 32, 32, F32, F32), Shape(1, 3, 32, 32, F16, F32)]
+STORED = [Shape(1, 2, 16, 16, F32, F32), Shape(1, 1, 16, 16, F16, F32)]
 if ON_GPU:
     STORED += [Shape(8, 4, 128, 128, BF16, BF16), Shape(2, 3, 64, 64, BF16, F32)]
 

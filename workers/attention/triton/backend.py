@@ -85,6 +85,7 @@ class TritonAttention:
             self._plans[key] = plan_decode(
                 tensors.positions,
                 tensors.slots,
+                tensors.block_table,
                 kv_heads=kv_heads,
                 window=window,
                 programs=choose_programs(len(query), kv_heads, self._processors),

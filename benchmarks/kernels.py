@@ -1,7 +1,7 @@
 """Speed of the attention kernels on a GPU: `python -m benchmarks.kernels`.
 
-Shapes are those of Llama 3.1 8B, in bfloat16. Calls go round several layers of a pool whose pages are scattered,
-so that the L2 cache holds nothing of the next call. Times are medians of replayed graphs.
+Shapes are those of Llama 3.1 8B, in bfloat16. Calls go round several layers of a pool whose pages are
+scattered, so that the L2 cache holds nothing of the next call. Times are medians of replayed graphs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from workers.attention.batch import BatchTensors, Segment
 from workers.attention.math import AttentionOptions
+from workers.attention.triton.hopper_prefill import hopper_prefill, is_covered
 from workers.attention.triton.paged_decode import (
+    DecodePlan,
     choose_key_block,
     choose_programs,
     paged_decode,
@@ -42,6 +44,10 @@ COLD_BYTES: Final = 1 << 29
 """A round of calls reads at least this much, many times the L2 cache."""
 DEVICE: Final = torch.device("cuda")
 OPTIONS: Final = AttentionOptions(scaling=DIM**-0.5)
+PROMPTS: Final = (
+    (512, 0), (2048, 0), (8192, 0), (32768, 0), (2048, 6144), (8192, 24576), (8192, 57344),
+)  # fmt: skip
+"""Rows of a prompt chunk, and the keys before it."""
 
 
 class Pool:
@@ -86,29 +92,34 @@ def seconds(round_of_calls: Callable[[], object], repeats: int = 5) -> float:
     return statistics.median(times)
 
 
-def time_decode(batch: int, tokens: int, **tuning: int) -> tuple[float, float]:
+def time_decode(batch: int, tokens: int) -> tuple[float, float]:
     """(seconds of a layer, seconds of the step's plan)."""
-    tuning = dict(tuning)
-    bytes_a_layer = batch * tokens * KV_HEADS * DIM * 4
-    pool = Pool(batch, tokens, cold_layers(bytes_a_layer))
+    pool = Pool(batch, tokens, cold_layers(batch * tokens * KV_HEADS * DIM * 4))
     query = random(batch, HEADS, DIM)
     slots = torch.arange(batch, device=DEVICE)
     positions = torch.full((batch,), tokens - 1, device=DEVICE)
     processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    plan_arguments = {
-        "key_block": tuning.pop("key_block", choose_key_block(query, pool.keys[0], pool.values[0])),
-        "programs": tuning.pop("programs", choose_programs(batch, KV_HEADS, processors)),
-    }
+
+    def plan() -> DecodePlan:
+        return plan_decode(
+            positions,
+            slots,
+            pool.block_table,
+            kv_heads=KV_HEADS,
+            window=None,
+            programs=choose_programs(batch, KV_HEADS, processors),
+            key_block=choose_key_block(query, pool.keys[0], pool.values[0]),
+        )
+
+    once = plan()
 
     def plan_all() -> None:
         for _ in range(10):
-            plan_decode(positions, slots, kv_heads=KV_HEADS, window=None, **plan_arguments)
-
-    plan = plan_decode(positions, slots, kv_heads=KV_HEADS, window=None, **plan_arguments)
+            plan()
 
     def attend_all() -> None:
         for keys, values in zip(pool.keys, pool.values, strict=True):
-            paged_decode(query, keys, values, pool.block_table, plan, OPTIONS, **tuning)
+            paged_decode(query, keys, values, pool.block_table, once, OPTIONS)
 
     return seconds(attend_all) / pool.layers, seconds(plan_all) / 10
 
@@ -129,14 +140,14 @@ def time_store(rows: int) -> float:
     return seconds(store_all) / pool.layers
 
 
-def time_prefill(rows: int, history: int, **tuning: object) -> float:
+def time_prefill(prefill: Callable[..., Tensor], rows: int, history: int) -> float:
     pool = Pool(1, history + rows, 4)
     query = random(rows, HEADS, DIM)
     tiles = torch.from_numpy(list_tiles([Segment(0, 0, history, rows)])).to(DEVICE)
 
     def attend_all() -> None:
         for keys, values in zip(pool.keys, pool.values, strict=True):
-            paged_prefill(query, keys, values, pool.block_table, tiles, OPTIONS, **tuning)
+            prefill(query, keys, values, pool.block_table, tiles, OPTIONS)
 
     return seconds(attend_all) / pool.layers
 
@@ -186,18 +197,16 @@ def decode_table() -> Table:
 
 
 def prefill_table() -> Table:
-    table = Table("rows", "history", "ms a layer", "TFLOP/s", title="prefill")
-    for rows, history in (
-        (2048, 0),
-        (8192, 0),
-        (32768, 0),
-        (2048, 6144),
-        (8192, 24576),
-        (8192, 57344),
-    ):
-        layer = time_prefill(rows, history)
-        rate = prefill_flops(rows, history) / layer / 1e12
-        table.add_row(f"{rows}", f"{history}", f"{layer * 1e3:.3f}", f"{rate:.0f}")
+    table = Table("kernel", "rows", "history", "ms a layer", "TFLOP/s", title="prefill")
+    some = random(1, 1, DIM)
+    on_hopper = is_covered(some, some[None], some[None])
+    for prefill in (paged_prefill, hopper_prefill)[: 1 + on_hopper]:
+        for rows, history in PROMPTS:
+            layer = time_prefill(prefill, rows, history)
+            rate = prefill_flops(rows, history) / layer / 1e12
+            table.add_row(
+                prefill.__name__, f"{rows}", f"{history}", f"{layer * 1e3:.3f}", f"{rate:.0f}"
+            )
     return table
 
 

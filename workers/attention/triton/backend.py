@@ -12,6 +12,7 @@ from workers.attention.batch import Batch, BatchTensors, StepUpload
 from workers.attention.math import AttentionOptions
 from workers.attention.page_pool import PagePool
 from workers.attention.torch_attention import TorchAttention
+from workers.attention.triton.hopper_prefill import hopper_prefill, is_covered
 from workers.attention.triton.paged_decode import (
     DecodePlan,
     choose_key_block,
@@ -35,7 +36,7 @@ def create_attention(pool: PagePool) -> AttentionBackend:
 class TritonAttention:
     """Implements `AttentionBackend`.
 
-    A row at a negative position is padding: nothing is stored for it, and in a decode step its output is zero.
+    A row at a negative position is padding: nothing is stored for it, and its output in a decode step is 0.
     """
 
     captures_decodes = True
@@ -71,7 +72,8 @@ class TritonAttention:
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         store(key, value, keys, values, tensors)
         if self._tiles is not None:
-            return paged_prefill(query, keys, values, tensors.block_table, self._tiles, options)
+            prefill = hopper_prefill if is_covered(query, keys, values) else paged_prefill
+            return prefill(query, keys, values, tensors.block_table, self._tiles, options)
         plan = self._plan(tensors, query, keys, values, options.window)
         return paged_decode(query, keys, values, tensors.block_table, plan, options)
 
@@ -85,6 +87,7 @@ class TritonAttention:
             self._plans[key] = plan_decode(
                 tensors.positions,
                 tensors.slots,
+                tensors.block_table,
                 kv_heads=kv_heads,
                 window=window,
                 programs=choose_programs(len(query), kv_heads, self._processors),

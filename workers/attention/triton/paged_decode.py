@@ -1,8 +1,8 @@
 """Decode attention over pages: one query token for each sequence, keys and values read in place.
 
-Lengths are known to the device alone. A small kernel, run once a step, cuts all sequences into pieces of about
-equal size, as many as keep the GPU busy; the attention kernel runs one program for each piece and key head.
-A sequence in several pieces is put together by whichever of its programs ends last.
+Only the device knows lengths. A small kernel, run once a step, cuts all sequences into pieces of about equal
+size, as many as keep the GPU busy. The attention kernel runs one program for each piece and key head. The
+program that ends last of a sequence and head adds up their pieces.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DecodePlan:
 
     items: Tensor
     """int32 [M, 8]: row of the batch (-1: no piece), slot, first key, end, oldest key that counts, index of
-    the row's first piece, number of its pieces, unused."""
+    the row's first piece, number of its pieces, page of the first key."""
     counters: Tensor
     """int32 [B, Hk]: pieces that are done; 0 between layers."""
     key_block: int
@@ -52,16 +52,17 @@ def choose_key_block(query: Tensor, keys: Tensor, values: Tensor) -> int:
 def choose_programs(batch: int, kv_heads: int, processors: int) -> int:
     """Programs that keep `processors` multiprocessors busy to the end.
 
-    Few sequences are cut into as many equal pieces as run at once. Many are not cut until some are much longer
-    than others.
+    Few sequences are cut into as many equal pieces as run at once. Where whole sequences fill the GPU twice,
+    pieces are only for what is longer than half of an even share.
     """
     at_once = 2 * processors
-    return at_once if batch * kv_heads <= at_once else 4 * at_once
+    return at_once if batch * kv_heads < 2 * at_once else 2 * at_once
 
 
 def plan_decode(
     positions: Tensor,
     slots: Tensor,
+    block_table: Tensor,
     *,
     kv_heads: int,
     window: int | None,
@@ -73,6 +74,7 @@ def plan_decode(
     Args:
         positions: int64 [B], of each query token; negative: a row of padding.
         slots: int64 [B].
+        block_table: int32 [slots, max_pages].
         programs: how many the attention kernel should run at least, if there are enough keys.
         key_block: divides `PAGE_TOKENS`.
     """
@@ -84,13 +86,16 @@ def plan_decode(
     _plan_kernel[(triton.cdiv(count, _ITEMS_PER_PROGRAM),)](
         positions,
         slots,
+        block_table,
         items,
         counters,
+        block_table.stride(0),
         batch,
         count,
         target,
         _NO_WINDOW if window is None else window,
         kv_heads,
+        PAGE=PAGE_TOKENS,
         KEYS=key_block,
         ROWS=triton.next_power_of_2(batch),
         ITEMS=_ITEMS_PER_PROGRAM,
@@ -103,13 +108,16 @@ def plan_decode(
 def _plan_kernel(
     positions,
     slots,
+    block_table,
     items,
     counters,
+    table_row,
     batch,
     count,
     target,
     window,
     kv_heads,
+    PAGE: tl.constexpr,
     KEYS: tl.constexpr,
     ROWS: tl.constexpr,
     ITEMS: tl.constexpr,
@@ -140,6 +148,10 @@ def _plan_kernel(
     begin = (first + piece * count_blocks // count_pieces) * KEYS
     stop = tl.minimum((first + (piece + 1) * count_blocks // count_pieces) * KEYS, end)
 
+    # Known here, it saves every program of the attention kernel one wait for memory.
+    column = slot.to(tl.int64) * table_row + begin // PAGE
+    page = tl.load(block_table + column, mask=is_piece & (begin < stop), other=0)
+
     record = items + item * WORDS
     is_item = item < count
     tl.store(record, tl.where(is_piece, row, -1), mask=is_item)
@@ -149,6 +161,7 @@ def _plan_kernel(
     tl.store(record + 4, low, mask=is_item)
     tl.store(record + 5, first_item, mask=is_item)
     tl.store(record + 6, count_pieces, mask=is_item)
+    tl.store(record + 7, page, mask=is_item)
     for head in range(kv_heads):
         tl.store(counters + rows * kv_heads + head, 0, mask=exists & (program == 0))
 
@@ -264,6 +277,7 @@ def _decode_kernel(
     low = tl.load(record + 4)
     first_item = tl.load(record + 5)
     pieces = tl.load(record + 6)
+    next_page = tl.load(record + 7)
     if row < 0:
         return
     HEADS: tl.constexpr = GROUP * KV_HEADS
@@ -288,7 +302,6 @@ def _decode_kernel(
     begin = tl.multiple_of(begin, KEYS)
     factor = base_2_factor(scaling, softcap)
     # Each page number is loaded one block ahead, so that no copy of keys waits for it.
-    next_page = tl.load(table + begin // PAGE, mask=begin < end, other=0)
     for at in tl.range(begin, end, KEYS):
         page = next_page.to(tl.int64)
         next_page = tl.load(table + tl.minimum(at + KEYS, end - 1) // PAGE)

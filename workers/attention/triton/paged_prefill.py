@@ -22,8 +22,8 @@ from workers.attention.triton.softmax import base_2_factor, finish, scored
 from workers.contract import PAGE_TOKENS
 
 TILE_ROWS: Final = 128
-_TILE_WORDS: Final = 4
-_NO_WINDOW: Final = 1 << 30
+TILE_WORDS: Final = 4
+NO_WINDOW: Final = 1 << 30
 _BULK_COPY_ALIGNMENT: Final = 16
 """Bytes to which the GPU's copy engine wants addresses and strides aligned."""
 
@@ -42,7 +42,7 @@ def choose_tile_shape(query: Tensor, keys: Tensor, values: Tensor) -> TileShape:
         return TileShape(32, 32, 4, 2)
     if max(keys.shape[3], values.shape[3]) > 128:
         return TileShape(128, 64, 8, 2)
-    return TileShape(128, 128, 8, 2)
+    return TileShape(64, 64, 4, 3)
 
 
 def list_tiles(segments: Iterable[Segment]) -> IntArray:
@@ -53,7 +53,7 @@ def list_tiles(segments: Iterable[Segment]) -> IntArray:
     tiles = []
     for segment in segments:
         at = np.arange(0, segment.rows, TILE_ROWS, dtype=np.int32)
-        tile = np.empty((len(at), _TILE_WORDS), np.int32)
+        tile = np.empty((len(at), TILE_WORDS), np.int32)
         tile[:, 0] = segment.slot
         tile[:, 1] = segment.first_row + at
         tile[:, 2] = segment.start + at
@@ -97,8 +97,8 @@ def paged_prefill(
     dim_block = max(16, triton.next_power_of_2(dim))
     value_block = max(16, triton.next_power_of_2(value_dim))
     bulk = bulk_copies and keys.dtype == query.dtype and query.element_size() == 2
-    bulk = bulk and _is_aligned(keys) and _is_aligned(values)
-    _prefill_kernel[(heads, len(tiles) // _TILE_WORDS, TILE_ROWS // shape.rows)](
+    bulk = bulk and are_aligned(keys, values)
+    _prefill_kernel[(heads, len(tiles) // TILE_WORDS, TILE_ROWS // shape.rows)](
         query,
         _describe(keys, shape.keys, dim_block) if bulk else keys,
         _describe(values, shape.keys, value_block) if bulk else values,
@@ -113,13 +113,13 @@ def paged_prefill(
         block_table.stride(0),
         options.scaling,
         options.softcap,
-        _NO_WINDOW if options.window is None else options.window,
+        NO_WINDOW if options.window is None else options.window,
         HEADS=heads,
         KV_HEADS=kv_heads,
         D=dim,
         DV=value_dim,
         PAGE=PAGE_TOKENS,
-        WORDS=_TILE_WORDS,
+        WORDS=TILE_WORDS,
         HAS_WINDOW=options.window is not None,
         BULK=bulk,
         ROWS=shape.rows,
@@ -132,11 +132,14 @@ def paged_prefill(
     return out
 
 
-def _is_aligned(pages: Tensor) -> bool:
-    size = pages.element_size()
-    strides = (pages.stride(0), pages.stride(1), pages.stride(2))
-    return pages.data_ptr() % _BULK_COPY_ALIGNMENT == 0 and all(
-        stride * size % _BULK_COPY_ALIGNMENT == 0 for stride in strides
+def are_aligned(keys: Tensor, values: Tensor) -> bool:
+    """Whether the GPU's copy engine can read these pages."""
+    return all(
+        pages.data_ptr() % _BULK_COPY_ALIGNMENT == 0
+        and all(
+            pages.stride(i) * pages.element_size() % _BULK_COPY_ALIGNMENT == 0 for i in range(3)
+        )
+        for pages in (keys, values)
     )
 
 

@@ -10,7 +10,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def scored(products, scaling, softcap):
-    """Scores from products of queries and keys, still to be multiplied by `base_2_factor`; `softcap` may be None.
+    """Scores in units of `base_2_factor`, from products of queries and keys; `softcap` may be None.
 
     The factor is left to the subtraction in the exponent, which takes it for free.
     """

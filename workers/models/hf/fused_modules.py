@@ -48,7 +48,7 @@ class FusedLinear:
         biases = [layer.bias for layer in layers]
         self.bias: Tensor | None = None
         if biases[0] is not None:
-            self.bias = torch.cat(biases)
+            self.bias = torch.cat([bias.data for bias in biases])
 
     @staticmethod
     def fits(layers: list[nn.Module]) -> bool:

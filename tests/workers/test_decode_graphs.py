@@ -80,6 +80,7 @@ def test_graphs_change_no_token(tmp_path, monkeypatch, sampling: str, stagger: i
     slow, _, without_graphs = answers()
     assert with_graphs and not without_graphs
     assert fast == slow
+    assert len({token for tokens in fast for token in tokens}) > 20
 
 
 @pytest.mark.gpu

@@ -96,7 +96,7 @@ def test_draws_are_those_of_the_reference(vocabulary: int, has_ties: bool) -> No
     words = torch.from_numpy(bits).to(DEVICE)
     probabilities = (logits[rows.long()] / temperature[:, None]).softmax(-1)
     kept = filter_probabilities(probabilities, top_k.long(), top_p, min_p, ranked=True)
-    drawn = draw_tokens(logits, rows, temperature, top_k, top_p, min_p, words)
+    drawn = draw_tokens(logits, rows, torch.stack([temperature, top_k, top_p, min_p], 1), words)
     chosen = kept.gather(1, drawn[:, None])[:, 0]
     assert bool((chosen > 0).all()), "a token that the filters exclude"
     # A word that falls on a border between two tokens may fall to either side.

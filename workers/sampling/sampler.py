@@ -293,12 +293,13 @@ class Sampler:
     def _draw(
         self, logits: Tensor, rows: Tensor, slots: Tensor, words: Tensor, work: _StepWork
     ) -> Tensor:
-        temperature, top_k, top_p, min_p = self._parameters[slots, :4].unbind(1)
+        parameters = self._parameters[slots, :4]
         if logits.is_cuda:
             # Imported here: a CPU worker may have no Triton.
             from workers.sampling.triton.draw import draw_tokens  # noqa: PLC0415
 
-            return draw_tokens(logits, rows, temperature, top_k, top_p, min_p, words)
+            return draw_tokens(logits, rows, parameters, words)
+        temperature, top_k, top_p, min_p = parameters.unbind(1)
         probabilities = (logits[rows.long()].float() / temperature[:, None]).softmax(-1)
         if work.filtered:
             probabilities = filter_probabilities(

@@ -20,10 +20,7 @@ _BLOCK: Final = 4096
 def draw_tokens(
     logits: Tensor,
     rows: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
+    parameters: Tensor,
     words: Tensor,
 ) -> Tensor:
     """Draw one token for each of `rows`.
@@ -33,23 +30,21 @@ def draw_tokens(
     Args:
         logits: [T,V], any float type.
         rows: int32 [R], of `logits`.
-        temperature: float32 [R], above 0; so are `top_p` and `min_p`.
-        top_k: float32 [R], whole numbers; 0: no limit.
+        parameters: float32 [R,4], in memory as it says: temperature, above 0; top-k, whole numbers, with 0
+            for no limit; top-p; min-p.
         words: int32 [R], uniform 32-bit words.
 
     Returns:
         int64 [R].
     """
+    assert parameters.is_contiguous() and logits.stride(1) == 1
     vocabulary = logits.shape[1]
     tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     _draw_kernel[(len(rows),)](
         logits,
         logits.stride(0),
         rows,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
+        parameters,
         words,
         tokens,
         vocabulary,
@@ -121,10 +116,7 @@ def _draw_kernel(
     logits,
     stride,
     rows,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
+    parameters,
     words,
     tokens,
     vocabulary,
@@ -132,11 +124,11 @@ def _draw_kernel(
 ):
     index = tl.program_id(0)
     row = logits + tl.load(rows + index).to(tl.int64) * stride
-    scale = 1.0 / tl.load(temperature + index)
-    limit = tl.load(top_k + index)
-    nucleus = tl.load(top_p + index)
+    scale = 1.0 / tl.load(parameters + 4 * index)
+    limit = tl.load(parameters + 4 * index + 1)
+    nucleus = tl.load(parameters + 4 * index + 2)
     peak, total = _normaliser(row, vocabulary, scale, BLOCK)
-    least = tl.load(min_p + index) / total
+    least = tl.load(parameters + 4 * index + 3) / total
     whole = tl.full((), 0.0, tl.float64)
     ranked = (limit > 0) & (limit < vocabulary)
     if ranked:

@@ -7,7 +7,7 @@ STAMP := $(VENV)/installed
 ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install serve test test-quick test-gpu lint format lock bench bench-gpu clean
+.PHONY: help install serve test test-quick quick-tests test-gpu lint format lock bench bench-gpu clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,12 +27,18 @@ $(STAMP): requirements.lock pyproject.toml
 serve: $(STAMP)  ## Talk to a small chat model on http://127.0.0.1:8888 (more flags: ARGS="--dp 2").
 	@exec $(BIN)/deepinfer serve $(ARGS)
 
+# Three processes for two cores: those that start instances often wait (doc/testing.md).
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --durations=30
+
 test: $(STAMP)  ## Run all checks and tests.
 	@$(MAKE) --no-print-directory lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(PYTEST) $(ARGS)
 
-test-quick: $(STAMP)  ## Run the tests that take less than ten seconds each.
-	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+test-quick: $(STAMP)  ## Run all checks, and the tests that are not marked slow.
+	@$(MAKE) --no-print-directory --jobs=2 lint quick-tests
+
+quick-tests: $(STAMP)
+	$(PYTEST) -m 'not slow' --hypothesis-profile=quick --cpu-limit=30 $(ARGS)
 
 test-gpu:  ## Run GPU tests and the page-copy benchmark with the active Python (torch with CUDA, the extra gpu).
 	$(PYTHON) -m pytest -m gpu $(ARGS)

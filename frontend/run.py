@@ -29,12 +29,12 @@ from frontend.readiness import News, RouterLost
 from frontend.services import TICK_SECONDS, Services
 from frontend.settings import FrontendSettings
 from frontend.tokenizer.detokenizer import Detokenizer
-from frontend.tokenizer.errors import TokenizerLoadError
 from frontend.tokenizer.load import load_tokenizer
 from transport.links.router_async import AsyncRouterLink
 from transport.messages.from_daemon import FRONTEND_NOTICES, Drain, FrontendNotice
 from transport.messages.to_daemon import StatusHeld
 from transport.messages.to_frontend import TO_FRONTEND, Serving, ToFrontend
+from transport.model_files import ModelError
 from transport.process import Process, run_process
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Frontend:
             pages=PageRules(settings.cors_origin, settings.host, _address_of(settings.listen_fd)),
             bodies=BodyBudget(settings.body_buffer_bytes, settings.retry_after_seconds),
             body_reader=self._body_reader,
-            started_at=int(time.time()),
+            started_at=int(time.time()),  # noqa: TID251  the creation of /v1/models
         )
         app = FrontendApp(self._services)
         limits = HttpLimits(
@@ -175,7 +175,7 @@ def _serve(process: Process[FrontendSettings, FrontendNotice]) -> None:
 
 
 def main() -> int:
-    return run_process(FrontendSettings, FRONTEND_NOTICES, _serve, fatal=(TokenizerLoadError,))
+    return run_process(FrontendSettings, FRONTEND_NOTICES, _serve, fatal=(ModelError,))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What every process of an instance does first, and how it learns that it has to stop.
 
-The daemon starts `python -m PACKAGE.run` with a pipe as standard input, writes the settings as one
+The daemon starts `transport/launch.py PACKAGE.run` with a pipe as standard input, writes the settings as one
 line of JSON and keeps the pipe open: when it closes, the daemon is gone and so is the child. The
 kernel's parent-death signal is the second belt (each has holes that the other covers).
 """
@@ -19,9 +19,11 @@ from typing import Protocol, TypeVar
 import msgspec
 import setproctitle
 
+from transport.frame_limits import REPORT_BYTES
 from transport.ids import ProcessName
 from transport.logs import configure_logging
 from transport.messages.base import PROTOCOL_VERSION, Hello, Role
+from transport.output import use_lossy_output
 
 PR_SET_PDEATHSIG = 1
 EXIT_FATAL = 78
@@ -30,6 +32,8 @@ EXIT_AGAIN = 1
 """For any other reason: the daemon starts a new one."""
 EXIT_ORPHANED = 86
 MAX_SETTINGS_BYTES = 1 << 20
+_GIVING_WAY = 5
+"""A third of the weight of the others."""
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +48,8 @@ class ProcessSettings(msgspec.Struct, frozen=True):
     parent_pid: int
     config_hash: str
     log_level: str = "info"
+    max_frame: int = REPORT_BYTES
+    """Of the links to the router, in bytes."""
     heartbeat_seconds: float = 0.5
     """Time between two snapshots."""
     connect_seconds: float = 30.0
@@ -97,6 +103,7 @@ def enter_process(settings_type: type[SettingsT]) -> tuple[SettingsT, StopFlag]:
     die_with_parent(process.parent_pid)
     setproctitle.setproctitle(f"deepinfer:{process.name} [{process.instance}]")
     setproctitle.setthreadtitle(f"di:{process.name}"[:15])
+    use_lossy_output()
     configure_logging(process.name, process.log_level)
     stop = StopFlag()
 
@@ -108,6 +115,12 @@ def enter_process(settings_type: type[SettingsT]) -> tuple[SettingsT, StopFlag]:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_at_end_of_input, name="death-pipe", daemon=True).start()
     return settings, stop
+
+
+def give_way() -> None:
+    """For a process that works long on a single client's request: those that serve everybody get the
+    processor first."""
+    os.nice(_GIVING_WAY)
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -56,7 +56,11 @@ class Process(Generic[SettingsT, MessageT]):
     def router_socket(self, decoder: Decoder[RouterMessageT]) -> DealerSocket[RouterMessageT]:
         """The socket to the router, closed with the process."""
         socket = DealerSocket(
-            self.context, self.endpoints.router, self.settings.process.name, decoder
+            self.context,
+            self.endpoints.router,
+            self.settings.process.name,
+            decoder,
+            self.settings.process.max_frame,
         )
         self._sockets.append(socket)
         self.daemon.watch(socket)

@@ -18,6 +18,7 @@ import msgspec
 import zmq
 from msgspec.msgpack import Decoder
 
+from transport.frame_limits import REPORT_BYTES, SUBSCRIPTION_BYTES
 from transport.framing import (
     BadMessage,
     MessageT,
@@ -27,6 +28,7 @@ from transport.framing import (
     payload_bytes,
 )
 from transport.ids import ProcessName
+from transport.logs import Seldom
 from transport.messages.base import Message
 from transport.messages.telemetry import Snapshot
 from transport.messages.to_daemon import SNAPSHOTS
@@ -102,14 +104,33 @@ class Received(msgspec.Struct, Generic[MessageT_co], frozen=True):
     peer: ProcessName
 
 
-class CountingSocket:
-    """A socket with a name, traffic counters, and our message framing."""
+class FrameTooLargeError(ValueError):
+    """The other side would drop the connection; `limit` is what it takes, in bytes."""
 
-    def __init__(self, socket: zmq.Socket[bytes], name: str) -> None:
+    def __init__(self, size: int, limit: int) -> None:
+        super().__init__(f"a frame of {size} bytes, but this link carries {limit}")
+        self.limit = limit
+
+
+class CountingSocket:
+    """A socket with a name, traffic counters, a limit on the size of its frames, and our message framing."""
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        name: str,
+        max_frame: int = REPORT_BYTES,
+        max_received: int | None = None,
+    ) -> None:
+        """To be called before `socket` is bound or connected. `max_received`: of a frame that comes in, where
+        that is not what may go out."""
+        socket.setsockopt(zmq.MAXMSGSIZE, max_frame if max_received is None else max_received)
         self.socket = socket
+        self._max_frame = max_frame
         self._name = name
         self._received = self._received_bytes = 0
         self._sent = self._sent_bytes = self._refused = 0
+        self._bad_messages = Seldom()
 
     @property
     def fd(self) -> int:
@@ -140,7 +161,10 @@ class CountingSocket:
         return frames
 
     def _send_frames(self, frames: list[Payload]) -> bool:
-        size = sum(map(payload_bytes, frames))
+        sizes = [payload_bytes(frame) for frame in frames]
+        size = sum(sizes)
+        if size > self._max_frame and (largest := max(sizes)) > self._max_frame:
+            raise FrameTooLargeError(largest, self._max_frame)
         try:
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=size < COPY_BELOW_BYTES)
         except zmq.ZMQError as error:
@@ -177,8 +201,10 @@ class ReceivingSocket(CountingSocket, ABC, Generic[MessageT]):
                 if received is None:
                     return count
                 handle(received)
-            except BadMessage:
-                log.exception("dropped a message that cannot be read")
+            except BadMessage as error:
+                self._bad_messages.log(
+                    log, logging.ERROR, "dropped a message that cannot be read: %s", error
+                )
         return limit
 
 
@@ -191,12 +217,13 @@ class DealerSocket(ReceivingSocket[MessageT]):
         endpoint: str,
         identity: ProcessName,
         decoder: Decoder[MessageT],
+        max_frame: int = REPORT_BYTES,
     ) -> None:
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, identity.encode())
         _limit(socket)
+        super().__init__(socket, _name(endpoint), max_frame)
         socket.connect(endpoint)
-        super().__init__(socket, _name(endpoint))
         self._decoder = decoder
 
     @property
@@ -204,7 +231,11 @@ class DealerSocket(ReceivingSocket[MessageT]):
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
 
     def send(self, message: Message, *frames: Payload) -> bool:
-        """Send; False if the peer has not taken HIGH_WATER_MARK earlier messages."""
+        """Send; False if the peer has not taken HIGH_WATER_MARK earlier messages.
+
+        Raises:
+            FrameTooLargeError: a frame is larger than this link may carry.
+        """
         return self._send_frames([encode_header(message), *frames])
 
     def _take(self) -> Received[MessageT] | None:
@@ -219,14 +250,18 @@ class RouterSocket(ReceivingSocket[MessageT]):
     """The bound side. A restarted peer takes over its identity; unknown peers are an error."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, decoder: Decoder[MessageT]
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        decoder: Decoder[MessageT],
+        max_frame: int = REPORT_BYTES,
     ) -> None:
         socket = context.socket(zmq.ROUTER)
         _limit(socket)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        super().__init__(socket, _name(endpoint), max_frame)
         socket.bind(endpoint)
-        super().__init__(socket, _name(endpoint))
         self._decoder = decoder
 
     def send(self, peer: ProcessName, message: Message, *frames: Payload) -> bool:
@@ -253,8 +288,8 @@ class PublisherSocket(CountingSocket):
         socket = context.socket(zmq.PUB)
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.setsockopt(zmq.SNDHWM, queue)
+        super().__init__(socket, _name(endpoint), max_received=SUBSCRIPTION_BYTES)
         socket.connect(endpoint)
-        super().__init__(socket, _name(endpoint))
 
     def publish(self, message: Message) -> bool:
         return self._send_frames([encode_header(message)])
@@ -268,8 +303,8 @@ class SubscriberSocket(ReceivingSocket[Snapshot]):
         socket = context.socket(zmq.SUB)
         socket.setsockopt(zmq.RCVHWM, queue)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
-        socket.bind(endpoint)
         super().__init__(socket, _name(endpoint))
+        socket.bind(endpoint)
 
     def _take(self) -> Received[Snapshot] | None:
         frames = self._receive_frames()

@@ -28,6 +28,7 @@ from hicache.layout import CacheLayout
 from hicache.manager.step_copies import PrefixLoad, PrefixStore
 from transport.framing import TokenArray
 from transport.messages.generate import SamplingParams
+from transport.model_files import ModelError
 
 PAGE_TOKENS: Final = 128
 """Tokens per page of every served model. Scheduler tests use smaller pages."""
@@ -188,5 +189,5 @@ class EngineError(RuntimeError):
     """The device or the model failed in a way that ends this engine."""
 
 
-class ModelLoadError(RuntimeError):
-    """The model cannot be loaded. The message is one sentence that says what is wrong and where."""
+class ModelLoadError(ModelError):
+    """What the files describe cannot be loaded or served by this worker."""

@@ -71,7 +71,7 @@ def create_engine(settings: WorkerSettings, daemon: DaemonLink[WorkerNotice]) ->
                 max_num_seqs=wanted.max_num_seqs,
                 max_model_len=wanted.max_model_len or FAKE_MODEL_LEN,
                 pipeline_depth=0,
-                checking=False,
+                checking=wanted.fake_checking,
                 step_seconds=wanted.fake_step_seconds,
             )
         )

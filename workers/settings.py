@@ -21,6 +21,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     kind: EngineKind = "auto"
     fake_step_seconds: float = 0.0
     """Fake engine only: how long a step takes."""
+    fake_checking: bool = False
+    """Fake engine only: as in `FakeEngineSettings`."""
     model_dir: str
     accelerator: Accelerator
     device_index: int = 0

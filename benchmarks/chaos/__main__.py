@@ -21,9 +21,10 @@ import msgspec
 from rich.console import Console
 
 from benchmarks.chaos.causes import find_cause
-from benchmarks.chaos.clients import Known, Tally, client, undisturbed, unsteady
+from benchmarks.chaos.clients import client
 from benchmarks.chaos.losses import Chaos
 from benchmarks.chaos.report import Figures, make_figures, show
+from benchmarks.clients.known import Known, Tally, undisturbed, unsteady
 from benchmarks.clients.requests import Failure, make_requests
 from benchmarks.leaks import SHARED_MEMORY, held_when_idle, left_after_end
 from benchmarks.servers import end_daemon, free_port, started

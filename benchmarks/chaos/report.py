@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.chaos.causes import Loss
-from benchmarks.chaos.clients import Tally
+from benchmarks.clients.known import Tally
 from benchmarks.clients.requests import Failure
 
 

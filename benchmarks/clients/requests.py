@@ -7,6 +7,9 @@ import asyncio
 import contextlib
 import json
 import random
+import re
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -17,6 +20,7 @@ LENGTHS: Final = (8, 40, 120, 240, 400)
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
 ANSWER_SECONDS: Final = 90.0
+_TEXT: Final = re.compile(rb'"(?:content|text)":"[^"]')
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class Answer:
     complete: bool = False
     """Ended as HTTP and the API want it."""
     timed_out: bool = False
+    first_text_seconds: float | None = None
+    """From before the connection was opened until the first text of a stream had come."""
 
     def result(self) -> tuple[object, ...]:
         choices = tuple((i, c.text, c.finish) for i, c in sorted(self.choices.items()))
@@ -84,15 +90,15 @@ class Failure:
         return f"{'event' if answer.status == 200 else answer.status} {answer.error}"
 
 
-def make_requests(seed: int, count: int) -> list[Asked]:
+def make_requests(seed: int, count: int, lengths: Sequence[int] = LENGTHS) -> list[Asked]:
     """Greedy and seeded, both endpoints, one choice and two, with and without stop strings."""
     draw = random.Random(seed)
-    return [_make_one(draw, number) for number in range(count)]
+    return [_make_one(draw, number, lengths) for number in range(count)]
 
 
-def _make_one(draw: random.Random, number: int) -> Asked:
+def _make_one(draw: random.Random, number: int, lengths: Sequence[int]) -> Asked:
     text = " ".join(draw.choices(WORDS, k=draw.choice((2, 10, 60))))
-    body: dict[str, Any] = {"max_tokens": LENGTHS[number % len(LENGTHS)], "temperature": 0}
+    body: dict[str, Any] = {"max_tokens": lengths[number % len(lengths)], "temperature": 0}
     if number % 3:
         body |= {"temperature": draw.uniform(0.5, 1.3), "seed": draw.randrange(1 << 40)}
     if number % 2:
@@ -126,36 +132,55 @@ async def ask(
     body = dict(asked.body)
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-    raw = bytearray()
+    received = _Received()
     timed_out = False
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
-            if await _exchange(port, asked.path, body, raw, leave_after):
+            if await _exchange(port, asked.path, body, received, leave_after):
                 return None
     except TimeoutError:
         timed_out = True
     except OSError:
         pass  # What has come is judged, and that it is not whole.
-    answer = read_answer(bytes(raw), stream)
+    answer = read_answer(bytes(received.data), stream)
     answer.timed_out = timed_out
+    answer.first_text_seconds = received.first_text_seconds
     return answer
+
+
+class _Received:
+    """The bytes of an answer."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.first_text_seconds: float | None = None
+        self._began = time.perf_counter()
+
+    def add(self, piece: bytes) -> None:
+        self.data += piece
+        if self.first_text_seconds is None and _TEXT.search(self.data):
+            self.first_text_seconds = time.perf_counter() - self._began
 
 
 async def get_status(port: int, path: str) -> int:
     """Status of a GET; 0 without an answer."""
-    raw = bytearray()
+    received = _Received()
     try:
         async with asyncio.timeout(5.0):
-            await _exchange(port, path, None, raw, None)
+            await _exchange(port, path, None, received, None)
     except (OSError, TimeoutError):
         pass
-    return read_answer(bytes(raw), stream=False).status
+    return read_answer(bytes(received.data), stream=False).status
 
 
 async def _exchange(
-    port: int, path: str, body: dict[str, Any] | None, raw: bytearray, leave_after: int | None
+    port: int,
+    path: str,
+    body: dict[str, Any] | None,
+    received: _Received,
+    leave_after: int | None,
 ) -> bool:
-    """Fill `raw` with the answer; True if the client left before its end."""
+    """Receive the answer; True if the client left before its end."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         payload = b"" if body is None else json.dumps(body).encode()
@@ -165,11 +190,11 @@ async def _exchange(
             f"Content-Length: {len(payload)}\r\n\r\n".encode()
             + payload
         )
-        while leave_after is None or len(raw) < leave_after:
+        while leave_after is None or len(received.data) < leave_after:
             data = await reader.read(1 << 16)
             if not data:
                 return False
-            raw += data
+            received.add(data)
         return True
     finally:
         writer.close()

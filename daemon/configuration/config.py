@@ -152,6 +152,8 @@ class InstanceConfig:
     """Tokenizer processes."""
     log_level: Annotated[LogLevel, _INSTANCE] = "info"
     """Least severe level logged."""
+    log_mb: Annotated[float, _INSTANCE, _AT_LEAST_ONE] = 32.0
+    """Largest size of the log that `start` writes, with its older part, in MB."""
 
     accelerator: Annotated[Accelerator | None, _ENGINE] = None
     """Default: nvidia where there is such a device, else cpu."""
@@ -251,3 +253,5 @@ class InstanceConfig:
     """fake: no model, a deterministic token sequence instead."""
     fake_step_ms: Annotated[float, _TESTING, _NOT_NEGATIVE] = 0.0
     """Duration of a step of the fake engine."""
+    fake_checking: Annotated[bool, _TESTING] = False
+    """Each token of the fake engine depends on all before it, as they lie in its pages."""

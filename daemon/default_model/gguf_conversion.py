@@ -16,6 +16,7 @@ from typing import Final
 import gguf
 import numpy as np
 import numpy.typing as npt
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -46,6 +47,7 @@ _BLOCK_NAMES: Final = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_OS_ERROR: Final = re.compile(r"os error (\d+)")
 _BLOCK_NAME: Final = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 
 
@@ -70,9 +72,10 @@ def convert_llama_gguf(source: Path, target: Path, sampling: Mapping[str, object
     config = _model_config(fields, tied="output.weight" not in {t.name for t in reader.tensors})
     _write_json(target / "config.json", config)
     _write_json(target / "generation_config.json", _generation_config(fields, sampling))
-    _build_tokenizer(fields).save(str(target / "tokenizer.json"))
+    tokenizer = _build_tokenizer(fields).to_str(pretty=True)
+    (target / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     _write_json(target / "tokenizer_config.json", _tokenizer_config(fields))
-    save_file(_weights(reader, fields), target / "model.safetensors", metadata={"format": "pt"})
+    _save_weights(_weights(reader, fields), target / "model.safetensors")
     # safetensors makes its file readable by the owner alone; let it be like the others.
     (target / "model.safetensors").chmod((target / "config.json").stat().st_mode & 0o777)
     for name in MODEL_FILES:
@@ -236,6 +239,17 @@ def _undo_rotary_interleave(weight: FloatArray, heads: int) -> FloatArray:
 
 def _write_json(path: Path, value: dict[str, object]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _save_weights(weights: dict[str, FloatArray], path: Path) -> None:
+    """Raises OSError, also for what safetensors calls an error of its own."""
+    try:
+        save_file(weights, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = _OS_ERROR.search(str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def _flush(path: Path) -> None:

@@ -106,7 +106,9 @@ class CommandRelay:
             if now < work.deadline:
                 continue
             for name, pid in work.missing.items():
-                work.reports.append(CommandReport(name, pid, problem=why_silent(pid)))
+                work.reports.append(
+                    CommandReport(name, pid, problem=_why_silent(pid, work.command))
+                )
             work.missing.clear()
             self._finish(serial)
 
@@ -140,13 +142,18 @@ class CommandRelay:
         self._control.send(work.client, Answer(work.serial), msgspec.json.encode(work.reports))
 
 
-def why_silent(pid: int) -> str:
+def _why_silent(pid: int, command: ProcessCommand) -> str:
     try:
         status = psutil.Process(pid).status()
     except psutil.NoSuchProcess:
         return "it has ended meanwhile"
     if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
         return f"it is stopped (SIGSTOP or a debugger); `kill -CONT {pid}` lets it go on"
+    if isinstance(command, CacheCommand):
+        return (
+            f"it did not answer within {GIVE_UP_SECONDS:g} s: it is starting, or in the middle of a long "
+            "step, and does it after that"
+        )
     return (
         f"it did not answer within {GIVE_UP_SECONDS:g} s (its state is {status}): it is starting, or "
         "hangs in native code, which a debugger can show"

@@ -13,6 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 from daemon.errors import DeepInferError
 from daemon.inspection.instance_client import InstanceClient
 from daemon.inspection.report_types import TapReport
+from transport.frame_limits import REPORT_BYTES
 from transport.framing import BadMessage, decode_header
 from transport.messages.any import ANY_MESSAGE
 from transport.messages.base import Message
@@ -50,6 +51,7 @@ class TapClient(InstanceClient):
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, QUEUE)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, REPORT_BYTES)
         self._socket.setsockopt(zmq.SUBSCRIBE, TAP_BODIES if bodies else TAP_HEADERS)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._poller = zmq.Poller()

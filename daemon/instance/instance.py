@@ -207,7 +207,8 @@ class Instance:
         if death.hopeless and not self._phase.has_served:
             # What a restart does not cure lies in the model, the options or the machine.
             kind = ConfigurationError if child.fatal else DeepInferError
-            self._fail(kind(f"{child.name} cannot start: {death.reason}"), 0.0, now)
+            reason = death.reason.rstrip(".")
+            self._fail(kind(f"{child.name} cannot start: {reason}."), 0.0, now)
         elif death.hopeless and not self._phase.is_stopping and self._is_last(child):
             # Nothing can be served any more. A service manager starts another instance after an error.
             failure = DeepInferError(

@@ -80,19 +80,6 @@ def _check_files(path: Path, names: set[str]) -> None:
             )
 
 
-def check_weights(path: Path) -> None:
-    """Whether there are weights at all.
-
-    Raises:
-        ConfigurationError: there is no *.safetensors or *.bin file.
-    """
-    if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
-        raise ConfigurationError(
-            f"The model directory {path} has no weights (*.safetensors): fetch them, or run with "
-            "--load-format dummy."
-        )
-
-
 def check_devices(config: InstanceConfig, accelerator: str) -> None:
     """Whether each rank gets a GPU.
 

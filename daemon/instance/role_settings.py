@@ -18,6 +18,7 @@ from daemon.supervision.child_process import ChildSpec
 from daemon.system.accelerator import detect_accelerator, nvidia_devices, usable_cores
 from frontend.settings import FrontendSettings, SamplingDefaults, TokenizerSettings
 from transport.child import ProcessSettings
+from transport.frame_limits import prompt_frame_bytes
 from transport.ids import ROUTER_NAME, DpRank, ProcessName, process_name
 from transport.messages.base import Role
 from workers.settings import Accelerator, EngineSettings, WorkerSettings
@@ -100,8 +101,13 @@ def _process(plan: InstancePlan, name: ProcessName, role: Role) -> ProcessSettin
         parent_pid=plan.daemon_pid,
         config_hash=plan.config_hash,
         log_level=plan.config.log_level,
+        max_frame=prompt_frame_bytes(_max_body_bytes(plan.config)),
         heartbeat_seconds=plan.config.heartbeat_seconds,
     )
+
+
+def _max_body_bytes(config: InstanceConfig) -> int:
+    return round(config.max_body_mb * 1_000_000)
 
 
 LARGE_BLOCKS_APART: Final = {"MALLOC_MMAP_THRESHOLD_": "131072"}
@@ -203,7 +209,7 @@ def _frontend(plan: InstancePlan, number: int, listen_fd: int) -> ChildSpec:
         listen_fd=listen_fd,
         model_dir=str(plan.model_dir),
         model_name=plan.model_name,
-        max_body_bytes=round(config.max_body_mb * 1_000_000),
+        max_body_bytes=_max_body_bytes(config),
         body_buffer_bytes=round(config.body_buffer_mb * 1_000_000),
         max_header_bytes=config.max_header_kib << 10,
         stream_high_water_bytes=config.stream_high_water_kib << 10,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
@@ -17,8 +16,7 @@ from frontend.settings import (
     TopK,
     TopP,
 )
-
-GENERATION_CONFIG: Final = "generation_config.json"
+from transport.model_files import GENERATION_CONFIG, read_object
 
 
 class _GenerationConfig(msgspec.Struct, omit_defaults=True):
@@ -37,18 +35,17 @@ def read_sampling_defaults(model_dir: Path, source: SamplingSource) -> SamplingD
     """The model's, or OpenAI's where it names none.
 
     Raises:
-        ConfigurationError: the file cannot be read, or a value is out of the API's range.
+        ModelError: the file cannot be read.
+        ConfigurationError: a value is out of the API's range.
     """
     if source == "openai":
         return SamplingDefaults()
+    path = model_dir / GENERATION_CONFIG
     try:
-        text = (model_dir / GENERATION_CONFIG).read_bytes()
-        named = msgspec.json.decode(text, type=_GenerationConfig)
-    except FileNotFoundError:
-        return SamplingDefaults()
-    except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
+        named = msgspec.convert(read_object(path), _GenerationConfig)
+    except msgspec.ValidationError as error:
         raise ConfigurationError(
-            f"{GENERATION_CONFIG} in {model_dir} gives no usable sampling defaults ({error}): "
+            f"{path} gives no usable sampling defaults ({error}): "
             "correct it, or ignore it with --sampling-defaults openai."
         ) from error
     if named.do_sample is False:

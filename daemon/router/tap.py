@@ -11,6 +11,7 @@ from typing import Final
 
 import zmq
 
+from transport.frame_limits import SUBSCRIPTION_BYTES
 from transport.framing import Payload, encode_header
 from transport.ids import ROUTER_NAME, ProcessName, RequestId
 from transport.messages.base import Message
@@ -36,8 +37,8 @@ class Tap(CountingSocket):
         socket.setsockopt(zmq.SNDHWM, TAP_QUEUE)
         # Every subscription is told, so that each tapper is greeted.
         socket.setsockopt(zmq.XPUB_VERBOSE, 1)
+        super().__init__(socket, "tap", max_received=SUBSCRIPTION_BYTES)
         socket.bind(endpoint)
-        super().__init__(socket, "tap")
         self._serials = dict.fromkeys(TOPICS, 0)
         self._open: set[bytes] = set()
 
@@ -86,7 +87,7 @@ class Tap(CountingSocket):
         for topic in self._open:
             tapped = Tapped(
                 serial=self._serials[topic],
-                at=time.time(),
+                at=time.time(),  # noqa: TID251  shown to a person
                 sender=sender,
                 receiver=receiver,
                 kind=type(message).__name__,

@@ -15,7 +15,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from daemon.supervision.child_output import ChildOutput
 from daemon.supervision.child_process import ChildProcess, ChildSpec, describe_exit
+from daemon.supervision.memory_watch import MemoryWatch
 from daemon.supervision.restart_policy import RestartPolicy
 from transport.child import EXIT_FATAL
 from transport.ids import ProcessName
@@ -95,11 +97,16 @@ class Supervisor:
     """Owner of all child processes and of their process group."""
 
     def __init__(
-        self, specs: Iterable[ChildSpec], record_pids: Callable[[list[int]], None]
+        self,
+        specs: Iterable[ChildSpec],
+        record_pids: Callable[[list[int]], None],
+        output: ChildOutput,
     ) -> None:
-        """`record_pids` is told all living children after each change."""
+        """`record_pids` is told all living children after each change; `output` gets what they print."""
         self.children: dict[ProcessName, Child] = {spec.name: Child(spec) for spec in specs}
         self._record_pids = record_pids
+        self._output = output
+        self._memory = MemoryWatch()
         self._process_group = 0
         self._stopping = False
 
@@ -114,24 +121,31 @@ class Supervisor:
         self._record()
 
     def pidfds(self) -> dict[int, Child]:
-        return {
-            child.process.pidfd: child
-            for child in self.children.values()
-            if child.process is not None
-        }
+        return {process.pidfd: child for child, process in self._living()}
+
+    def _living(self) -> list[tuple[Child, ChildProcess]]:
+        return [(c, c.process) for c in self.children.values() if c.process is not None]
 
     def collect_deaths(self, now: float, give_up_on_loops: bool) -> list[Death]:
         """Reap what has ended and plan its restart. With `give_up_on_loops`, meant for the start, a
         child that keeps dying is hopeless."""
         deaths = []
-        for child in self.children.values():
-            process = child.process
-            code = None if process is None else process.reap()
-            if process is None or code is None:
-                continue
+        ended = [
+            (child, process, code)
+            for child, process in self._living()
+            if (code := process.reap()) is not None
+        ]
+        memory = (
+            self._memory.explain() if any(code == -signal.SIGKILL for *_, code in ended) else ""
+        )
+        for child, process, code in ended:
             process.close()
+            self._output.read_all()  # its last words come before ours about its death
             child.process = None
             child.last_exit = describe_exit(code)
+            advice = memory if code == -signal.SIGKILL and not child.is_killed else ""
+            if advice:
+                child.last_exit += ", probably for lack of memory"
             child.state, child.detail, child.snapshot = None, "", None
             if self._stopping:
                 continue
@@ -140,7 +154,7 @@ class Supervisor:
             delay = child.policy.died(child.served_seconds)
             hopeless = bool(child.fatal) or (give_up_on_loops and child.policy.looping_at_start)
             child.restart_at = None if hopeless else now + delay
-            reason = child.fatal or child.last_exit
+            reason = child.fatal or child.last_exit + (f"; {advice}" if advice else "")
             log.warning(
                 "%s has ended (%s); %s", child.name, reason,
                 "it is not started again" if hopeless else f"a new one starts in {delay:g} s",
@@ -211,7 +225,7 @@ class Supervisor:
         # A group ends with its last member; its number must not be joined again then.
         group = self._process_group if self.num_alive else 0
         child.restart_at = None
-        child.process = ChildProcess(child.spec, group)
+        child.process = ChildProcess(child.spec, group, self._output)
         child.started_at = child.snapshot_at = child.progress_at = time.monotonic()
         child.served_from = None
         child.silent = child.is_killed = False
@@ -219,6 +233,4 @@ class Supervisor:
         log.info("%s starts, process %d", child.name, child.process.pid)
 
     def _record(self) -> None:
-        self._record_pids(
-            [child.process.pid for child in self.children.values() if child.process is not None]
-        )
+        self._record_pids([process.pid for _, process in self._living()])

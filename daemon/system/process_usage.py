@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from daemon.system.process_start import process_age
+
 MIN_INTERVAL_SECONDS = 0.5
 """CPU shares over less than this are noise; the last one is repeated instead."""
 
@@ -43,14 +45,14 @@ class ProcessUsage:
             with process.oneshot():
                 times = process.cpu_times()
                 rss_bytes = process.memory_info().rss
-                created = process.create_time()
-        except psutil.Error:
+            age = process_age(pid) if sample is None else 0.0
+        except (psutil.Error, OSError):
             self._samples.pop(pid, None)
             return None
         now, cpu_seconds = time.monotonic(), times.user + times.system
         if sample is None:
-            age = max(time.time() - created, MIN_INTERVAL_SECONDS)
-            sample = _Sample(process, now, cpu_seconds, 100 * cpu_seconds / age)
+            share = cpu_seconds / max(age, MIN_INTERVAL_SECONDS)
+            sample = _Sample(process, now, cpu_seconds, 100 * share)
             self._samples[pid] = sample
         elif now - sample.taken_at >= MIN_INTERVAL_SECONDS:
             used = max(cpu_seconds - sample.cpu_seconds, 0.0)

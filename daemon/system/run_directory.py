@@ -8,8 +8,10 @@ holder dies, which is also how `stop` knows that an instance is gone.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
+import logging
 import os
 import re
 import select
@@ -26,7 +28,10 @@ import psutil
 from daemon.errors import ConfigurationError, DeepInferError
 from daemon.system.operator_text import require_utf8
 from daemon.system.private_path import UntrustedPathError, check_private_path
+from daemon.system.process_start import boot_id, seconds_at_start
 from transport.sockets import SOCKET_FILES, Endpoints
+
+log = logging.getLogger(__name__)
 
 SYSTEM_DIRECTORY: Final = Path("/run/deepinfer")
 """Where the instances of root and of systemd have their run directories."""
@@ -35,11 +40,16 @@ PID_FILE: Final = "daemon.pid"
 CHILDREN_FILE: Final = "children.json"
 NAME_FILE: Final = "instance"
 LOG_FILE: Final = "deepinfer.log"
+OLDER_LOG_FILE: Final = f"{LOG_FILE}.1"
+LOG_FILES: Final = (LOG_FILE, OLDER_LOG_FILE)
 OWN_FILES: Final = (
-    *SOCKET_FILES, CHILDREN_FILE, f"{CHILDREN_FILE}.new", PID_FILE, NAME_FILE, LOG_FILE,
+    *SOCKET_FILES, CHILDREN_FILE, f"{CHILDREN_FILE}.new", PID_FILE, NAME_FILE, *LOG_FILES,
 )  # fmt: skip
 _NOTIFY_FILE: Final = re.compile(r"n(\d+)\.sock")
 _LEFTOVER_SECONDS: Final = 10.0
+_ROOM_BYTES: Final = 64 << 10
+_ROOM_FILES: Final = 16
+"""Sockets, process ids and names; the log comes on top."""
 
 
 def choose_run_directory(instance: str, wanted: Path | None) -> Path:
@@ -177,6 +187,7 @@ def make_run_directory(path: Path) -> None:
     """
     try:
         check_private_path(path)
+        _check_room(path)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
         path.mkdir(exist_ok=True, mode=0o700)
         # Again, with what was made: from here on nobody else can exchange anything.
@@ -194,11 +205,31 @@ def make_run_directory(path: Path) -> None:
             "choose another one with --run-dir."
         ) from error
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        raise _unusable(path, error) from error
+
+
+def _check_room(path: Path) -> None:
+    """Full file systems are known before any process needs them."""
+    place = next(p for p in (path, *path.parents) if p.exists())
+    found = os.statvfs(place)
+    # A file system without a limit counts none at all.
+    free_bytes = found.f_bavail * found.f_frsize if found.f_blocks else _ROOM_BYTES
+    free_files = found.f_favail if found.f_files else _ROOM_FILES
+    if free_bytes < _ROOM_BYTES or free_files < _ROOM_FILES:
         raise DeepInferError(
-            f"The run directory {path} cannot be used ({reason}): "
-            "choose a writable one with --run-dir."
-        ) from error
+            f"The file system of the run directory {path} is full ({free_bytes >> 10} KiB and "
+            f"{free_files} files are left): make room in {place}, or choose another one with --run-dir."
+        )
+
+
+def _unusable(path: Path, error: OSError) -> DeepInferError:
+    reason = (error.strerror or str(error)).lower()
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    advice = f"make room in {path.parent}, or " if is_full else ""
+    return DeepInferError(
+        f"The run directory {path} cannot be used ({reason}): {advice}"
+        "choose a writable one with --run-dir."
+    )
 
 
 @dataclass
@@ -218,13 +249,18 @@ class RunDirectory:
             DeepInferError: the instance runs already, or the directory cannot be used.
         """
         make_run_directory(path)
-        lock_fd = _take_lock(path, instance)
-        directory = cls(path, lock_fd)
+        try:
+            directory = cls(path, _take_lock(path, instance))
+        except OSError as error:
+            raise _unusable(path, error) from error
         try:
             _end_leftover_children(path)
-            directory._remove_files(keep=(LOG_FILE,))
+            directory._remove_files(keep=LOG_FILES)
             (path / PID_FILE).write_text(f"{os.getpid()}\n")
             (path / NAME_FILE).write_text(f"{instance}\n")
+        except OSError as error:
+            directory.close()
+            raise _unusable(path, error) from error
         except BaseException:
             directory.close()
             raise
@@ -235,17 +271,21 @@ class RunDirectory:
         killed."""
         rows = []
         for pid in pids:
-            with contextlib.suppress(psutil.Error):
-                rows.append([pid, psutil.Process(pid).create_time()])
+            with contextlib.suppress(OSError):
+                rows.append([pid, seconds_at_start(pid)])
         temporary = self.path / f"{CHILDREN_FILE}.new"
-        temporary.write_text(json.dumps(rows))
-        temporary.replace(self.path / CHILDREN_FILE)
+        try:
+            temporary.write_text(json.dumps({"boot": boot_id(), "children": rows}))
+            temporary.replace(self.path / CHILDREN_FILE)
+        except OSError as error:
+            # The kernel ends them with this daemon all the same.
+            log.warning("%s cannot be written (%s): make room in it", self.path, error.strerror)
 
     def close(self) -> None:
         """Remove our files and, if nothing stays in it, the directory; then free the lock. Idempotent."""
         if self._lock_fd < 0:
             return
-        self._remove_files(keep=(LOG_FILE,) if self.keep_log else ())
+        self._remove_files(keep=LOG_FILES if self.keep_log else ())
         with contextlib.suppress(OSError):
             (self.path / LOCK_FILE).unlink()
         # Fails where others have files in it, or where systemd owns the parent: both are fine.
@@ -323,28 +363,35 @@ def _target_options(path: Path, instance: str) -> str:
 
 def _end_leftover_children(path: Path) -> None:
     """End the children of a killed daemon, which the kernel is about to end anyway."""
-    try:
-        rows = json.loads((path / CHILDREN_FILE).read_text())
-    except (OSError, ValueError):
-        return
-    for pid, created in rows:
+    for pid, started in _recorded_children(path):
         try:
-            if psutil.Process(pid).create_time() != created:
-                continue
             pidfd = os.pidfd_open(pid)
-        except (psutil.Error, OSError):
+        except OSError:
             continue
         try:
+            if seconds_at_start(pid) != started:
+                continue
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             if not has_ended(pidfd, _LEFTOVER_SECONDS):
                 raise DeepInferError(
                     f"Process {pid}, left over from a killed daemon, does not end: "
                     "wait for it or restart the machine."
                 )
-        except ProcessLookupError:
+        except (FileNotFoundError, ProcessLookupError):
             continue
         finally:
             os.close(pidfd)
+
+
+def _recorded_children(path: Path) -> list[tuple[int, float]]:
+    """Process id and start of each; none where another boot, or another version, has written them."""
+    try:
+        record = json.loads((path / CHILDREN_FILE).read_text())
+        if record["boot"] != boot_id():
+            return []
+        return [(int(pid), float(started)) for pid, started in record["children"]]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
 
 
 def has_ended(pidfd: int, seconds: float) -> bool:

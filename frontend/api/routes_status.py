@@ -117,9 +117,12 @@ class CacheFlush:
         reports = msgspec.json.decode(body, type=list[_WorkerReport])
         silent = [f"{report.process}: {report.problem}" for report in reports if report.problem]
         if silent:
+            done = ", ".join(report.process for report in reports if not report.problem) or "none"
             raise ApiError(
                 503,
-                f"Not every cache could be emptied: {'; '.join(silent)}.",
+                f"Not every cache was emptied ({'; '.join(silent)}); emptied: {done}. Ask again: a cache "
+                "may be emptied twice.",
+                code="not_all_flushed",
                 retry_after=self._services.settings.retry_after_seconds,
             )
         flushed = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 from starlette.types import Receive
@@ -32,8 +32,9 @@ class BodyLimits(msgspec.Struct, frozen=True):
 
 async def read_body(
     headers: Mapping[bytes, bytes], receive: Receive, limits: BodyLimits, share: BodyShare
-) -> bytes:
-    """The whole body, decompressed, as a share of the frontend's budget.
+) -> bytearray:
+    """The whole body, decompressed, as a share of the frontend's budget. It is never copied: that of a large
+    one would hold up the event loop.
 
     If the head alone is a reason to refuse, nothing is read, so no `100 Continue` is sent.
 
@@ -98,7 +99,7 @@ def _too_large(max_bytes: int, when: str = "") -> ApiError:
     )
 
 
-async def _collect(receive: Receive, max_bytes: int, share: BodyShare) -> bytes:
+async def _collect(receive: Receive, max_bytes: int, share: BodyShare) -> bytearray:
     body = bytearray()  # not a list of parts: of a slow client, each may be a byte
     more = True
     while more:
@@ -111,23 +112,17 @@ async def _collect(receive: Receive, max_bytes: int, share: BodyShare) -> bytes:
             raise _too_large(max_bytes)
         share.take(len(part))
         body += part
-    return bytes(body)
+    return body
 
 
-async def _inflate(data: bytes, encoding: str, max_bytes: int, share: BodyShare) -> bytes:
+async def _inflate(
+    data: bytes | bytearray, encoding: str, max_bytes: int, share: BodyShare
+) -> bytearray:
     max_bytes = min(max_bytes, INFLATED_BYTES)
     max_ratio_bytes = max(FREE_INFLATED_BYTES, INFLATION_RATIO * len(data))
-    window = _WINDOW_BITS[encoding]
-    if encoding == "deflate" and not _has_zlib_header(data):
-        window = -15
-    inflater = zlib.decompressobj(window)
     body = bytearray()
     try:
-        while not inflater.eof:
-            part = inflater.decompress(data, INFLATE_CHUNK)
-            data = inflater.unconsumed_tail
-            if not part and not data:
-                break
+        for part in _inflated_parts(data, encoding):
             if len(body) + len(part) > max_bytes:
                 raise _too_large(max_bytes, " once inflated")
             if len(body) + len(part) > max_ratio_bytes:
@@ -139,10 +134,34 @@ async def _inflate(data: bytes, encoding: str, max_bytes: int, share: BodyShare)
             await asyncio.sleep(0)
     except zlib.error as error:
         raise bad_request(f"The body is no valid {encoding} data (Content-Encoding).") from error
-    if not inflater.eof or inflater.unused_data:
+    return body
+
+
+def _inflated_parts(data: bytes | bytearray, encoding: str) -> Iterator[bytes]:
+    """At most INFLATE_CHUNK bytes each. The inflater gets the data by pieces: at every call it copies
+    what it has not consumed.
+
+    Raises:
+        ApiError: 400, the data is cut off or has a tail.
+        zlib.error: it is no such data.
+    """
+    window = _WINDOW_BITS[encoding]
+    if encoding == "deflate" and not _has_zlib_header(data):
+        window = -15
+    inflater = zlib.decompressobj(window)
+    end = 0
+    while end < len(data) and not inflater.eof:
+        piece = bytes(data[end : end + INFLATE_CHUNK])
+        end += len(piece)
+        while not inflater.eof:
+            part = inflater.decompress(piece, INFLATE_CHUNK)
+            piece = inflater.unconsumed_tail
+            if not part and not piece:
+                break
+            yield part
+    if not inflater.eof or inflater.unused_data or end < len(data):
         raise bad_request(f"The {encoding} data (Content-Encoding) is cut off or has a tail.")
-    return bytes(body)
 
 
-def _has_zlib_header(data: bytes) -> bool:
+def _has_zlib_header(data: bytes | bytearray) -> bool:
     return len(data) >= 2 and data[0] & 0x0F == 8 and (data[0] << 8 | data[1]) % 31 == 0

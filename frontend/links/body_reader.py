@@ -9,10 +9,8 @@ import logging
 import socket
 import struct
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Generic, TypeVar
 
 import msgspec
@@ -20,9 +18,13 @@ import msgspec
 from frontend.errors import ApiError
 from frontend.generation.request import ModelLimits
 from transport.child import ProcessSettings
+from transport.launch import python_command
 
-READ_SECONDS = 30.0
-"""How long one body may take. A process that takes longer is replaced."""
+SHORT_BYTES: Final = 1 << 20
+"""A body of this size is read within a quarter of a second on a quiet machine, whatever it holds."""
+READ_SECONDS = 60.0
+"""How long one body may take. On a quiet machine it takes two seconds at most; on a busy one the process
+gives way to others. A process that takes longer is replaced."""
 WAIT_SECONDS = 60.0
 """How long a body may wait for those before it."""
 END_SECONDS = 5.0
@@ -72,19 +74,40 @@ _REFUSAL: Final = msgspec.msgpack.Decoder(Refusal)
 
 
 class BodyReader:
-    """Owner of the process, which is started for the first large body. Reads one body after the other;
-    the budget for bodies bounds how many wait. Used on the loop's thread."""
+    """Owner of two processes, each started for its first body: what is read in a moment never waits for
+    what takes seconds. Used on the loop's thread."""
 
     def __init__(self, process: ProcessSettings) -> None:
         """`process`: the frontend's own."""
-        self._arguments = (process.name, process.instance, process.log_level)
-        self._turn = asyncio.Lock()
-        self._process: _ReaderProcess | None = None
+        arguments = (process.name, process.instance, process.log_level)
+        self._long = _Line(arguments)
+        self._short = _Line(arguments)
 
-    async def read(self, form: BodyForm[T], body: bytes, limits: ModelLimits) -> T:
+    async def read(self, form: BodyForm[T], body: bytes | bytearray, limits: ModelLimits) -> T:
         """
         Raises:
             ApiError: what `form.read` raises; or 503, the process does not answer.
+        """
+        line = self._long if len(body) > SHORT_BYTES else self._short
+        return form.decoder.decode(await line.read(Errand(form.name, limits), body))
+
+    async def close(self) -> None:
+        """Nobody reads any more."""
+        await asyncio.gather(self._long.close(), self._short.close())
+
+
+class _Line:
+    """One body after the other; the budget for bodies bounds how many wait."""
+
+    def __init__(self, arguments: tuple[str, ...]) -> None:
+        self._arguments = arguments
+        self._turn = asyncio.Lock()
+        self.process: _ReaderProcess | None = None
+
+    async def read(self, errand: Errand, body: bytes | bytearray) -> bytes:
+        """
+        Raises:
+            ApiError: the body is refused; or 503.
         """
         try:
             async with asyncio.timeout(WAIT_SECONDS):
@@ -92,18 +115,16 @@ class BodyReader:
         except TimeoutError as error:
             raise _busy("Too many large bodies are waiting") from error
         # A caller that is cancelled leaves the exchange to its end: the next one needs whole frames.
-        exchange = asyncio.ensure_future(self._exchange(Errand(form.name, limits), body))
+        exchange = asyncio.ensure_future(self._exchange(errand, body))
         exchange.add_done_callback(self._end_turn)
         try:
-            reply = await asyncio.shield(exchange)
+            return await asyncio.shield(exchange)
         finally:
             del exchange  # holds the error, whose traceback holds this frame, and with it the body
-        return form.decoder.decode(reply)
 
     async def close(self) -> None:
-        """Nobody reads any more."""
-        if self._process is not None:
-            process, self._process = self._process, None
+        if self.process is not None:
+            process, self.process = self.process, None
             await process.end()
 
     def _end_turn(self, exchange: asyncio.Future[bytes]) -> None:
@@ -111,12 +132,12 @@ class BodyReader:
         if not exchange.cancelled():
             exchange.exception()  # its caller may have gone
 
-    async def _exchange(self, errand: Errand, body: bytes) -> bytes:
+    async def _exchange(self, errand: Errand, body: bytes | bytearray) -> bytes:
         try:
-            if self._process is None:
-                self._process = await _ReaderProcess.start(self._arguments)
+            if self.process is None:
+                self.process = await _ReaderProcess.start(self._arguments)
             async with asyncio.timeout(READ_SECONDS):
-                is_refused, reply = await self._process.ask(errand, body)
+                is_refused, reply = await self.process.ask(errand, body)
         except (OSError, EOFError, TimeoutError) as error:
             log.error("the process that reads large bodies is lost: %r", error)
             await self.close()
@@ -127,7 +148,7 @@ class BodyReader:
 
 
 class _ReaderProcess:
-    """`python -m frontend.body_reader`, which ends when the socket closes that is its standard input."""
+    """`frontend/body_reader.py`, which ends when the socket closes that is its standard input."""
 
     def __init__(
         self,
@@ -152,7 +173,7 @@ class _ReaderProcess:
         reader, writer = await asyncio.open_connection(sock=ours)
         return cls(popen, reader, writer)
 
-    async def ask(self, errand: Errand, body: bytes) -> tuple[bool, bytes]:
+    async def ask(self, errand: Errand, body: bytes | bytearray) -> tuple[bool, bytes]:
         head = msgspec.msgpack.encode(errand)
         self._writer.write(REQUEST.pack(len(head), len(body)) + head)
         self._writer.write(body)
@@ -172,10 +193,9 @@ class _ReaderProcess:
 
 def _spawn(line: socket.socket, arguments: tuple[str, ...]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "frontend.body_reader", *arguments],
+        python_command("frontend.body_reader", *arguments),
         stdin=line.fileno(),
         stdout=subprocess.DEVNULL,
-        cwd=Path(__file__).parents[2],  # so that modules come from nowhere else
     )
 
 

@@ -28,6 +28,7 @@ from transport.messages.generate import (
 )
 from transport.messages.to_frontend import Finished
 from transport.messages.to_router import Submit
+from transport.sockets import FrameTooLargeError
 
 ENCODE_SECONDS = 60.0
 LOST = "The server's router was lost: try again soon."
@@ -57,7 +58,7 @@ class RouterClient:
         """Hand a prompt in.
 
         Raises:
-            ApiError: 503, the router does not take it.
+            ApiError: 413 or 503, the router does not take it.
         """
         self._send_or_fail(message, generation.prompt.frame)
         self._live[generation.request_id] = generation
@@ -106,7 +107,14 @@ class RouterClient:
                 future.set_exception(error)
 
     def _send_or_fail(self, message: Message, frame: Payload) -> None:
-        if not self._send(message, frame):
+        try:
+            sent = self._send(message, frame)
+        except FrameTooLargeError as error:
+            raise ApiError(
+                413,
+                f"As one message the prompt has more than {error.limit} bytes: send a shorter one.",
+            ) from error
+        if not sent:
             raise ApiError(
                 503, "The server's router does not answer: try again soon.", retry_after=1
             )

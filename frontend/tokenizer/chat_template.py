@@ -13,10 +13,13 @@ import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from frontend.conversation import Conversation, Message, ToolCall
+from frontend.tokenizer.chat_template_files import TemplateSource
 from frontend.tokenizer.control_tokens import ControlTokens, Json, RenderedText
-from frontend.tokenizer.errors import NoChatTemplateError, PromptError, TokenizerLoadError
+from frontend.tokenizer.errors import NoChatTemplateError, PromptError
 from frontend.tokenizer.load import TokenizerFiles
 from frontend.tokenizer.message_style import MessageStyle, has_text_arguments
+from frontend.tokenizer.render_limits import RenderLimitError, RenderLimits, bounded
+from transport.model_files import ModelError
 
 _TEMPLATE_FAULTS: Final = (
     jinja2.TemplateError,
@@ -28,6 +31,7 @@ _TEMPLATE_FAULTS: Final = (
     RecursionError,
 )
 _MAX_REASON_CHARS: Final = 300
+_LIMITS_OF_A_FEW_WORDS: Final = RenderLimits.of(0)
 
 
 class ChatTemplate:
@@ -36,36 +40,39 @@ class ChatTemplate:
     def __init__(self, files: TokenizerFiles) -> None:
         """
         Raises:
-            TokenizerLoadError: a template is not valid Jinja.
+            ModelError: a template is not valid Jinja, or takes too much for a few words.
         """
-        self._templates = files.chat_templates
+        self._templates = {name: source.text for name, source in files.chat_templates.items()}
         self._special_tokens = files.special_tokens
         self.control_tokens = ControlTokens.of(files.tokenizer, self._templates.values())
         self._styles = {
-            source: self._find_style(name, source, files)
-            for name, source in self._templates.items()
+            source.text: self._find_style(name, source)
+            for name, source in files.chat_templates.items()
         }
 
     @property
     def exists(self) -> bool:
         return bool(self._templates)
 
-    def render(self, conversation: Conversation) -> RenderedText:
+    def render(
+        self, conversation: Conversation, limits: RenderLimits = _LIMITS_OF_A_FEW_WORDS
+    ) -> RenderedText:
         """The prompt as text, and where a client wrote the text of a control token.
 
         Raises:
-            PromptError: no template, or the template refuses the messages.
+            PromptError: no template, or the template refuses the messages or goes beyond `limits`.
         """
         source = self._choose(bool(conversation.tools))
         style = self._styles[source]
         try:
-            return self._render_guarded(source, conversation, style)
+            return self._render_guarded(source, conversation, style, limits)
+        except RenderLimitError:
+            raise
         except PromptError:
             if not has_text_arguments(conversation.messages):
                 raise
-            return self._render_guarded(
-                source, conversation, replace(style, wrap_text_arguments=True)
-            )
+            wrapped = replace(style, wrap_text_arguments=True)
+            return self._render_guarded(source, conversation, wrapped, limits)
 
     def _choose(self, has_tools: bool) -> str:
         for name in ("tool_use", "default") if has_tools else ("default",):
@@ -76,38 +83,57 @@ class ChatTemplate:
         raise NoChatTemplateError
 
     def _render_guarded(
-        self, source: str, conversation: Conversation, style: MessageStyle
+        self, source: str, conversation: Conversation, style: MessageStyle, limits: RenderLimits
     ) -> RenderedText:
         given = _template_input(conversation, style)
         try:
             if not self.control_tokens.occur_in(list(given)):
-                return RenderedText(self._render(source, *given))
+                return RenderedText(self._render(source, limits, *given))
             messages, *others = given
             sentinel, guarded = self.control_tokens.guard(messages, *others)
-            return self.control_tokens.unguard(self._render(source, *guarded), sentinel)
+            text = self._render(source, limits, *guarded)
+            return self.control_tokens.unguard(text, sentinel)
         except PromptError:
             raise
         except _TEMPLATE_FAULTS as error:
             raise PromptError(_refusal(error), "messages") from error
 
-    def _render(self, source: str, messages: Json, tools: Json, arguments: Json) -> str:
+    def _render(
+        self, source: str, limits: RenderLimits, messages: Json, tools: Json, arguments: Json
+    ) -> str:
         options: dict[str, object] = {**self._special_tokens}
         if isinstance(arguments, dict):
             options.update(arguments)
-        rendered, _ = render_jinja_template(
-            conversations=[messages], tools=tools, chat_template=source, **options
-        )
-        return str(rendered[0])
 
-    def _find_style(self, name: str, source: str, files: TokenizerFiles) -> MessageStyle:
+        def render() -> str:
+            rendered, _ = render_jinja_template(
+                conversations=[messages], tools=tools, chat_template=source, **options
+            )
+            return str(rendered[0])
+
+        return bounded(render, limits)
+
+    def _find_style(self, name: str, source: TemplateSource) -> MessageStyle:
+        where = f"The chat template {name!r} in {source.file}"
+        try:
+            return self._try_styles(source.text)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelError(
+                f"{where} is not valid Jinja (line {error.lineno}: {error.message})."
+            ) from error
+        except RenderLimitError as error:
+            raise ModelError(
+                f"{where} needs more than {error.limit} for a few words: correct it, or remove it."
+            ) from error
+
+    def _try_styles(self, source: str) -> MessageStyle:
         """Find out by trial in which form the template takes tool calls."""
         try:
-            self._render(source, *_template_input(_GREETING, MessageStyle()))
-        except jinja2.TemplateSyntaxError as error:
-            raise TokenizerLoadError(
-                f"The chat template {name!r} of {files.directory} is not valid Jinja "
-                f"(line {error.lineno}: {error.message})."
-            ) from error
+            self._render(
+                source, _LIMITS_OF_A_FEW_WORDS, *_template_input(_GREETING, MessageStyle())
+            )
+        except (jinja2.TemplateSyntaxError, RenderLimitError):
+            raise
         except _TEMPLATE_FAULTS:
             pass  # It may want another first message; each request will show.
         renders: list[MessageStyle] = []
@@ -124,7 +150,9 @@ class ChatTemplate:
 
     def _try(self, source: str, style: MessageStyle) -> str | None:
         try:
-            return self._render(source, *_template_input(_PROBE, style))
+            return self._render(source, _LIMITS_OF_A_FEW_WORDS, *_template_input(_PROBE, style))
+        except RenderLimitError:
+            raise
         except _TEMPLATE_FAULTS:
             return None
 

@@ -2,50 +2,53 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from frontend.tokenizer.checkpoint_files import TOKENIZER_CONFIG, read_object, read_text
-from frontend.tokenizer.errors import TokenizerLoadError
+from transport.model_files import TOKENIZER_CONFIG, ModelError, read_object, read_text
 
 
-def read_chat_templates(model_dir: Path) -> dict[str, str]:
-    """Jinja sources by name, the usual one is `default`; a file of its own wins over the configuration's
-    field. Empty: not a chat model.
+@dataclass(frozen=True)
+class TemplateSource:
+    text: str
+    """Jinja."""
+    file: Path
+    """Where it stands, for what is said of it."""
+
+
+def read_chat_templates(model_dir: Path) -> dict[str, TemplateSource]:
+    """By name, the usual one is `default`; a file of its own wins over the configuration's field. Empty: not
+    a chat model.
 
     Raises:
-        TokenizerLoadError: a file is unreadable or not what it should be.
+        ModelError: a file is unreadable or not what it should be.
     """
-    templates: dict[str, str] = {}
-    path = model_dir / TOKENIZER_CONFIG
-    for origin, value in (
-        (path, read_object(path).get("chat_template")),
-        (
-            model_dir / "chat_template.json",
-            read_object(model_dir / "chat_template.json").get("chat_template"),
-        ),
-        (model_dir / "chat_template.jinja", read_text(model_dir / "chat_template.jinja")),
-    ):
-        templates.update(_named_templates(origin, value))
-    extra = model_dir / "additional_chat_templates"
-    for file in sorted(extra.glob("*.jinja")):
-        templates.update(dict.fromkeys([file.stem], read_text(file) or ""))
+    templates: dict[str, TemplateSource] = {}
+    for file in (model_dir / TOKENIZER_CONFIG, model_dir / "chat_template.json"):
+        templates.update(_named_templates(file, read_object(file).get("chat_template")))
+    own = model_dir / "chat_template.jinja"
+    templates.update(_named_templates(own, read_text(own)))
+    for file in sorted((model_dir / "additional_chat_templates").glob("*.jinja")):
+        templates[file.stem] = TemplateSource(read_text(file) or "", file)
     return templates
 
 
-def _named_templates(origin: Path, value: object) -> dict[str, str]:
+def _named_templates(file: Path, value: object) -> dict[str, TemplateSource]:
     if value is None:
         return {}
     if isinstance(value, str):
-        return {"default": value}
+        return {"default": TemplateSource(value, file)}
     if isinstance(value, list):
         if not all(isinstance(item, dict) for item in value):
-            raise TokenizerLoadError(f"{origin} has a chat_template list of things not objects.")
-        value = {item.get("name"): item.get("template") for item in value}
-    if not isinstance(value, dict):
-        raise TokenizerLoadError(f"{origin} has a chat_template that is not text.")
-    named: dict[str, str] = {}
-    for name, template in value.items():
+            raise ModelError(f"{file} has a chat_template list of things not objects.")
+        pairs = [(item.get("name"), item.get("template")) for item in value]
+    elif isinstance(value, dict):
+        pairs = list(value.items())
+    else:
+        raise ModelError(f"{file} has a chat_template that is not text.")
+    named: dict[str, TemplateSource] = {}
+    for name, template in pairs:
         if not isinstance(name, str) or not isinstance(template, str):
-            raise TokenizerLoadError(f"{origin} has a chat_template without a name or a text.")
-        named[name] = template
+            raise ModelError(f"{file} has a chat_template without a name or a text.")
+        named[name] = TemplateSource(template, file)
     return named

@@ -15,6 +15,7 @@ from frontend.tokenizer.chat_template import ChatTemplate
 from frontend.tokenizer.control_tokens import RenderedText, alias_tokenizer
 from frontend.tokenizer.errors import PromptError
 from frontend.tokenizer.load import TokenizerFiles
+from frontend.tokenizer.render_limits import RenderLimits
 from transport.framing import TokenArray
 
 _DECODER = msgspec.json.Decoder(Conversation)
@@ -52,16 +53,18 @@ class PromptEncoder:
             conversation = _DECODER.decode(payload)
         except (msgspec.DecodeError, RecursionError) as error:
             raise PromptError(f"The conversation cannot be read: {error}.", "messages") from error
-        return self.encode_conversation(conversation)
+        return self.encode_conversation(conversation, RenderLimits.of(len(payload)))
 
-    def encode_conversation(self, conversation: Conversation) -> EncodedPrompt:
+    def encode_conversation(
+        self, conversation: Conversation, limits: RenderLimits
+    ) -> EncodedPrompt:
         """Control tokens come from the template alone; in the client's text they are ordinary text.
 
         Raises:
-            PromptError: the messages cannot be rendered or encoded.
+            PromptError: the messages cannot be rendered within `limits`, or not encoded.
         """
         started = time.perf_counter()
-        rendered = self._template.render(conversation)
+        rendered = self._template.render(conversation, limits)
         middle = time.perf_counter()
         ids = self._encode_rendered(rendered)
         return EncodedPrompt(ids, middle - started, time.perf_counter() - middle)

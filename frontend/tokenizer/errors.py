@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 
-class TokenizerLoadError(RuntimeError):
-    """A checkpoint's tokenizer cannot be used; one sentence that names the file and the fault."""
-
-
 class PromptError(ValueError):
     """A request's prompt cannot be rendered or encoded: the client's mistake, HTTP 400.
 

@@ -18,7 +18,7 @@ from typing import Final, NoReturn
 
 from msgspec.msgpack import Decoder
 
-from transport.child import die_with_parent
+from transport.child import die_with_parent, give_way
 from transport.framing import decode_header, encode_header
 from transport.ids import RequestId
 from transport.messages.generate import Encoded, RequestFailed
@@ -98,6 +98,7 @@ def _run(write_end: int, parent: int, encode: Callable[[], Answer]) -> NoReturn:
     code = 1
     try:
         die_with_parent(parent)
+        give_way()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with contextlib.suppress(OSError):
             # Where memory is short, the kernel takes this process and not one that serves others.

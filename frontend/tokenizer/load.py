@@ -6,15 +6,23 @@ transformers converts what there is.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from tokenizers import AddedToken, Tokenizer
 
-from frontend.tokenizer.chat_template_files import read_chat_templates
-from frontend.tokenizer.checkpoint_files import TOKENIZER_CONFIG, JsonObject, read_object, read_text
-from frontend.tokenizer.errors import TokenizerLoadError
+from frontend.tokenizer.chat_template_files import TemplateSource, read_chat_templates
+from transport.model_files import (
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILE,
+    JsonObject,
+    ModelError,
+    read_object,
+    read_text,
+)
+from transport.wording import first_line
 
 _NAMED_SPECIALS: Final = (
     "bos_token",
@@ -26,6 +34,8 @@ _NAMED_SPECIALS: Final = (
     "mask_token",
 )
 
+_TOKEN_ID: Final = re.compile("[0-9]{1,9}")
+
 
 @dataclass(frozen=True)
 class TokenizerFiles:
@@ -34,8 +44,8 @@ class TokenizerFiles:
     directory: Path
     tokenizer: Tokenizer
     """Without truncation and padding. Shared by all users: never reconfigure it."""
-    chat_templates: dict[str, str]
-    """Jinja sources by name; the usual one is `default`. Empty: not a chat model."""
+    chat_templates: dict[str, TemplateSource]
+    """By name; the usual one is `default`. Empty: not a chat model."""
     special_tokens: dict[str, str]
     """`bos_token`, `eos_token`, ... -> text, for those that the checkpoint names."""
 
@@ -44,18 +54,25 @@ def load_tokenizer(model_dir: Path) -> TokenizerFiles:
     """Load the tokenizer of the checkpoint in `model_dir`.
 
     Raises:
-        TokenizerLoadError: a file is missing, unreadable or not what it should be.
+        ModelError: a file is missing, unreadable or not what it should be.
     """
     if not model_dir.is_dir():
-        raise TokenizerLoadError(f"The model directory {model_dir} does not exist.")
+        raise ModelError(f"The model directory {model_dir} does not exist.")
     config = read_object(model_dir / TOKENIZER_CONFIG)
-    path = model_dir / "tokenizer.json"
+    path = model_dir / TOKENIZER_FILE
     tokenizer = _read_tokenizer(path) if path.exists() else _convert_tokenizer(model_dir)
     # A checkpoint may ask for both; a silently cut or padded prompt is never wanted here.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     special_tokens = _special_tokens(model_dir, config)
-    _add_declared_tokens(tokenizer, config, special_tokens)
+    try:
+        _add_declared_tokens(tokenizer, config, special_tokens)
+    # The library refuses some texts with plain Exception, or with half a character's UnicodeEncodeError.
+    except Exception as error:
+        raise ModelError(
+            f"{model_dir / TOKENIZER_CONFIG} declares a token that the tokenizer cannot have "
+            f"({first_line(error)})."
+        ) from error
     return TokenizerFiles(
         directory=model_dir,
         tokenizer=tokenizer,
@@ -66,15 +83,11 @@ def load_tokenizer(model_dir: Path) -> TokenizerFiles:
 
 def _read_tokenizer(path: Path) -> Tokenizer:
     text = read_text(path) or ""
-    if text.startswith("version https://git-lfs"):
-        raise TokenizerLoadError(
-            f"{path} is a Git LFS pointer: fetch the real file with `git lfs pull`."
-        )
     try:
         return Tokenizer.from_str(text)
     # The library raises plain Exception.
     except Exception as error:
-        raise TokenizerLoadError(f"{path} is not a usable tokenizer ({error}).") from error
+        raise ModelError(f"{path} is not a usable tokenizer ({first_line(error)}).") from error
 
 
 def _convert_tokenizer(model_dir: Path) -> Tokenizer:
@@ -85,14 +98,13 @@ def _convert_tokenizer(model_dir: Path) -> Tokenizer:
             str(model_dir), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise TokenizerLoadError(
+        raise ModelError(
             f"{model_dir} has no tokenizer.json, and no tokenizer can be made from its other "
-            f"files ({reason})."
+            f"files ({first_line(error)})."
         ) from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer) or backend.get_vocab_size() == 0:
-        raise TokenizerLoadError(
+        raise ModelError(
             f"{model_dir} has no tokenizer.json, and its tokenizer ({type(loaded).__name__}) "
             "has no fast form."
         )
@@ -123,11 +135,11 @@ def _add_declared_tokens(
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     declared = config.get("added_tokens_decoder")
     entries = declared.items() if isinstance(declared, dict) else ()
-    for key, entry in sorted(entries, key=lambda item: int(item[0]) if item[0].isdigit() else -1):
+    numbered = [(int(key), entry) for key, entry in entries if _TOKEN_ID.fullmatch(key)]
+    for expected, entry in sorted(numbered, key=lambda item: item[0]):
         text = _token_text(entry)
-        if text is None or text in known or not isinstance(entry, dict) or not key.isdigit():
+        if text is None or text in known or not isinstance(entry, dict):
             continue
-        expected = int(key)
         if tokenizer.token_to_id(text) == expected or (
             tokenizer.token_to_id(text) is None and tokenizer.get_vocab_size() == expected
         ):

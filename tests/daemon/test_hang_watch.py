@@ -107,6 +107,13 @@ def test_a_machine_that_stood_still_for_a_moment_makes_no_process_silent_or_hung
     assert look(watch, child, 107.25, 110.0), "from then on silence counts again"
 
 
+def test_a_gap_forgives_no_more_than_itself(watch, child):
+    assert look(watch, child, 100.0, 104.0) == []
+    assert watch.look([child], 106.0) == []
+    assert look(watch, child, 106.25, 106.75) == []
+    assert look(watch, child, 107.25, 107.25), "it was silent for 4 s before the gap"
+
+
 def test_what_came_after_the_gap_is_not_dated_into_the_future(watch, child):
     watch.look([child], 100.0)
     child.snapshot_at = child.progress_at = 104.9  # read in the turn that ends the gap

@@ -13,9 +13,11 @@ from safetensors.torch import save_file
 
 from daemon.configuration.config import InstanceConfig
 from daemon.errors import ConfigurationError
-from daemon.instance.memory_check import check_memory, weight_bytes
+from daemon.instance.memory_check import weight_bytes
+from daemon.instance.model_check import check_model
 from transport.wording import GIB
 from workers.hardware import host_memory
+from workers.models.safetensors_header import read_header
 
 
 @pytest.fixture
@@ -49,39 +51,52 @@ def test_floats_are_counted_in_the_type_they_will_have(tmp_path, float_bytes, wa
         "a": torch.zeros(30, dtype=torch.bfloat16), "b": torch.zeros(70), "c": torch.zeros(80).byte(),
     }  # fmt: skip
     save_file(tensors, path, metadata={"format": "pt"})
-    assert weight_bytes(path, float_bytes) == wanted
+    assert weight_bytes(read_header(path), float_bytes) == wanted
 
 
-@pytest.mark.parametrize("content", [b"", b"version https://git-lfs", b"\xff" * 100])
-def test_a_broken_file_counts_with_its_size(tmp_path, content):
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(content)
-    assert weight_bytes(path, 4) == len(content)
-
-
-def test_offsets_beyond_the_file_are_not_believed(tmp_path):
-    path = tmp_path / "model.safetensors"
-    sparse_weights(path, 1 << 40)
-    with path.open("r+b") as file:
-        file.truncate(1000)
-    assert weight_bytes(path, 4) == 1000
+def model(folder, shards):
+    """A directory whose index names `shards`, besides what lies in it already."""
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    index = {"weight_map": {shard: shard for shard in shards}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
 
 
 def test_all_files_of_all_workers_must_fit(tmp_path, memory):
-    for name in ("a.safetensors", "b.safetensors"):
+    shards = ["a.safetensors", "b.safetensors"]
+    for name in shards:
         sparse_weights(tmp_path / name, GIB)
+    model(tmp_path, shards)
     memory(8 * GIB)
-    check_memory(InstanceConfig(dp=2), "cpu", tmp_path)
-    check_memory(InstanceConfig(dp=4, dtype="bfloat16"), "cpu", tmp_path)
-    check_memory(InstanceConfig(dp=9), "nvidia", tmp_path)
+    check_model(InstanceConfig(dp=2), "cpu", tmp_path)
+    check_model(InstanceConfig(dp=4, dtype="bfloat16"), "cpu", tmp_path)
+    check_model(InstanceConfig(dp=9), "nvidia", tmp_path)
     with pytest.raises(ConfigurationError, match=r"need 12\.0 GiB.*3 workers.*8\.0 GiB.*--dp"):
-        check_memory(InstanceConfig(dp=3), "cpu", tmp_path)
+        check_model(InstanceConfig(dp=3), "cpu", tmp_path)
 
 
 def test_tables_that_stay_in_their_file_need_no_memory(tmp_path, memory):
+    shards = ["a.safetensors"]
     sparse_weights(tmp_path / "a.safetensors", GIB)
     for part, dtype in (("weight", "F8_E4M3"), ("scale", "F8_E8M0")):
-        file = tmp_path / f"{part}.safetensors"
-        sparse_weights(file, 100 * GIB, dtype, f"layers.1.engram.embed.{part}")
+        shards.append(f"{part}.safetensors")
+        sparse_weights(tmp_path / shards[-1], 100 * GIB, dtype, f"layers.1.engram.embed.{part}")
     memory(3 * GIB)
-    check_memory(InstanceConfig(), "cpu", tmp_path)
+    check_model(InstanceConfig(), "cpu", model(tmp_path, shards))
+
+
+def test_what_is_not_loaded_is_not_counted(tmp_path, memory):
+    sparse_weights(tmp_path / "a.safetensors", GIB)
+    sparse_weights(tmp_path / "consolidated.safetensors", 60 * GIB)
+    with (tmp_path / "pytorch_model.bin").open("wb") as file:
+        file.truncate(60 * GIB)
+    memory(3 * GIB)
+    check_model(InstanceConfig(), "cpu", model(tmp_path, ["a.safetensors"]))
+
+
+def test_one_whole_file_is_what_is_loaded_as_transformers_does(tmp_path, memory):
+    sparse_weights(tmp_path / "model.safetensors", GIB)
+    sparse_weights(tmp_path / "a.safetensors", 60 * GIB)
+    memory(3 * GIB)
+    check_model(InstanceConfig(), "cpu", model(tmp_path, ["a.safetensors"]))

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import resource
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from daemon.configuration.config import InstanceConfig
 from daemon.errors import ConfigurationError, DeepInferError
 from daemon.instance import preflight
+from daemon.instance.model_check import check_model
 from daemon.instance.preflight import (
     check_devices,
     check_thread_limit,
-    check_weights,
     find_model,
     raise_descriptor_limit,
 )
@@ -22,14 +24,15 @@ from daemon.instance.preflight import (
 @pytest.fixture
 def checkpoint(tmp_path):
     """A directory that looks like a checkpoint."""
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+    for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_text("{}")
+    save_file({"w": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
     return tmp_path
 
 
 def find(path) -> None:
     directory = find_model(str(path), pytest.fail)
-    check_weights(directory)
+    check_model(InstanceConfig(), "cpu", directory)
 
 
 def test_a_checkpoint_is_found_also_by_a_relative_path(checkpoint, monkeypatch):

@@ -34,7 +34,9 @@ from transport.messages.generate import (
     RUNNING,
     Cancel,
     Encode,
+    Generate,
     RequestFailed,
+    SamplingParams,
     Throttle,
 )
 from transport.messages.to_frontend import Finished, Serving
@@ -122,6 +124,24 @@ def test_the_output_is_limited_to_the_room_left():
     assert start.generate.sampling.max_tokens == 61
 
 
+def test_what_an_answer_must_have_is_no_more_than_fits():
+    core = serving_core()
+    wanted = Generate(SamplingParams(max_tokens=1000, min_tokens=500))
+    message = Submit(RequestId("a"), "tokens", wanted, 0.0)
+    ((_, start, _),) = starts(core.submit(FRONTEND, message, token_frame([1] * 4), 1.0))
+    sampling = start.generate.sampling
+    assert (sampling.min_tokens, sampling.max_tokens) == (60, 60)
+
+
+def test_a_prompt_that_fits_into_no_pool_is_refused():
+    core = serving_core()
+    core.worker_ready(worker(0), WorkerReady(0, msgspec.structs.replace(MODEL, pool_tokens=16), 8))
+    submit(core, "a")
+    (failed,) = messages(encoded(core, "a", ids=range(16)), RequestFailed)
+    assert (failed.status, failed.code) == (400, "context_length_exceeded")
+    assert "maximum context length is 16 tokens" in failed.message
+
+
 def test_token_prompts_skip_the_tokenizer_and_are_checked():
     core = serving_core()
     good = Submit(RequestId("a"), "tokens", generating(1), 0.0)
@@ -148,10 +168,41 @@ def test_a_lost_worker_costs_no_token():
     assert [(peer, start.index, tokens) for peer, start, tokens in moved] == [
         (worker(1 - lost), 0, [5, 6, 7, 9, 8])
     ]
-    assert moved[0][1].prompt_len == 3
+    assert (moved[0][1].prompt_len, moved[0][1].arrival) == (3, first[1].arrival)
     assert batch(core, lost, [("a", 0, [1], RUNNING)]) == [], "the dead may not speak"
     assert messages(batch(core, 1 - lost, [("a", 0, [1], FINISH_LENGTH)]), Finished)
     core.check_integrity()
+
+
+def test_where_a_request_was_before_says_nothing_of_it_any_more():
+    core = serving_core(ranks=2)
+    submit(core, "a")
+    former = int(starts(encoded(core, "a"))[0][0][-1])
+    core.peer_lost(worker(former), 4.0)
+    core.worker_ready(worker(former), WorkerReady(former, MODEL, 8))
+    batch(core, former, [("a", 0, [1], FINISH_LENGTH)])
+    batch(core, 1 - former, [("a", 0, [9], RUNNING)])
+    ((_, _, tokens),) = starts(core.peer_lost(worker(1 - former), 5.0))
+    assert tokens == [5, 6, 7, 9]
+
+
+def test_the_rank_of_a_request_is_its_arrival_however_long_its_prompt_took():
+    core = serving_core()
+    message = Submit(RequestId("a"), "text", generating(8), received_at=0.5)
+    core.submit(FRONTEND, message, b"text", 1.0)
+    ((_, start, _),) = starts(encoded(core, "a", now=40.0))
+    assert start.arrival == 0.5
+
+
+def test_the_end_of_one_choice_reaches_its_worker_and_ends_no_other():
+    core = serving_core()
+    submit(core, "a", n=2)
+    encoded(core, "a")
+    (item,) = core.cancel(Cancel(RequestId("a"), 1, "stop"), 3.0)
+    assert (item.peer, item.message.request_id, item.message.index) == (worker(0), "a", 1)
+    out = core.cancel(Cancel(RequestId("a"), 0, "stop"), 4.0)
+    assert [message.index for message in messages(out, Cancel)] == [0]
+    assert messages(out, Finished)
 
 
 def test_with_no_worker_left_a_request_waits_for_the_next_one():
@@ -348,6 +399,7 @@ def test_affinity_keeps_a_conversation_on_one_rank_until_that_is_overloaded():
     rank, passed = choose("talk", {**loads, home: 20})
     assert passed
     assert rank != home
+    assert {preferred(f"talk {number}", loads) for number in range(100)} == set(loads)
     without_another = {r: 0 for r in loads if r != (home + 1) % 8}
     assert preferred("talk", without_another) == home
 

@@ -23,7 +23,7 @@ from transport.child import ProcessSettings, StopFlag
 from transport.framing import token_frame
 from transport.ids import ROUTER_NAME, ProcessName, RequestId
 from transport.messages.any import ANY_MESSAGE
-from transport.messages.base import PROTOCOL_VERSION, Hello, Message, Welcome
+from transport.messages.base import PROTOCOL_VERSION, Hello, Message, Refused, Welcome
 from transport.messages.from_daemon import PeerLost, RouterNotice
 from transport.messages.generate import (
     RUNNING,
@@ -59,6 +59,7 @@ class Peer:
     """One process at the router; reads only when told to."""
 
     def __init__(self, context: zmq.Context, endpoint: str, name: ProcessName, role: str) -> None:
+        self.context, self.endpoint = context, endpoint
         self.dealer = DealerSocket(context, endpoint, name, ANY_MESSAGE)
         self.name, self.role = name, role
 
@@ -160,6 +161,29 @@ def test_a_frontend_that_does_not_read_gets_an_error_instead_of_a_text_with_a_ho
     assert [(c.request_id, c.cause) for c in cancels] == [("a", "failed")]
     (failed,) = frontend.take(lambda m: isinstance(m, RequestFailed))
     assert (failed.request_id, failed.code) == ("a", "tokens_lost")
+
+
+@pytest.mark.parametrize(
+    ("version", "configuration", "reason"),
+    [
+        (PROTOCOL_VERSION + 1, "hash", f"speaks protocol {PROTOCOL_VERSION + 1}"),
+        (PROTOCOL_VERSION, "other", "started with another configuration"),
+    ],
+)
+def test_a_process_of_another_release_is_refused_and_not_heard(
+    join, version, configuration, reason
+):
+    frontend = join(FRONTEND, "frontend")
+    stranger = Peer(frontend.context, frontend.endpoint, WORKER, "worker")
+    stranger.send(Hello(version, "worker", WORKER, 1, configuration))
+    (refused,) = stranger.take(lambda m: isinstance(m, Refused))
+    assert reason in refused.reason
+    stranger.send(WorkerReady(0, MODEL, 8))
+    stranger.send(Hello(version, "worker", WORKER, 1, configuration))
+    stranger.take(lambda m: isinstance(m, Refused))
+    submit(frontend, "a")
+    (answer,) = frontend.take(lambda m: isinstance(m, RequestFailed))
+    assert answer.code == "not_ready", "its word counts for nothing"
 
 
 def test_the_late_news_of_a_loss_does_not_hit_the_successor(join, notices):

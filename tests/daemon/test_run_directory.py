@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -15,6 +19,7 @@ from daemon.cli.stop import stop
 from daemon.cli.target import Target
 from daemon.errors import ConfigurationError, DeepInferError
 from daemon.system import run_directory
+from daemon.system.process_start import boot_id, seconds_at_start
 from daemon.system.run_directory import (
     CHILDREN_FILE,
     RunDirectory,
@@ -22,6 +27,7 @@ from daemon.system.run_directory import (
     choose_run_directory,
     find_run_directory,
     holds_lock,
+    make_run_directory,
     not_running,
     running_pid,
 )
@@ -40,6 +46,13 @@ def test_the_lock_tells_who_runs(run_path):
     directory.close()
     assert running_pid(run_path) is None
     assert not run_path.exists()
+
+
+def test_a_directory_that_was_there_is_closed_to_others(run_path):
+    run_path.mkdir(mode=0o755, parents=True)
+    directory = RunDirectory.lock(run_path, "a")
+    assert run_path.stat().st_mode & 0o777 == 0o700
+    directory.close()
 
 
 def test_a_second_owner_is_refused_and_disturbs_nothing(run_path):
@@ -95,30 +108,104 @@ def test_sentences_name_the_instance_in_the_directory_and_how_to_reach_it(tmp_pa
         assert f"stop --instance a --run-dir '{other}'`" in told
 
 
-def test_a_killed_owner_frees_the_lock_and_its_children_are_ended(run_path):
+RECORD_AND_DIE = (
+    "import os, sys; from pathlib import Path; from daemon.system.run_directory import RunDirectory\n"
+    "d = RunDirectory.lock(Path(sys.argv[1]), 'a'); d.record_children([int(sys.argv[2])])\n"
+    "os.kill(os.getpid(), 9)"
+)
+
+
+@pytest.mark.parametrize("hours", [0, -1, 24 * 365 * 10])
+def test_a_killed_owner_frees_the_lock_and_its_children_are_ended(run_path, monkeypatch, hours):
     child = subprocess.Popen(["sleep", "1000"])
-    code = (
-        "import os, sys; from pathlib import Path; from daemon.system.run_directory import RunDirectory\n"
-        "d = RunDirectory.lock(Path(sys.argv[1]), 'a'); d.record_children([int(sys.argv[2])])\n"
-        "os.kill(os.getpid(), 9)"
-    )
-    subprocess.run([sys.executable, "-c", code, str(run_path), str(child.pid)], check=False)
+    words = [sys.executable, "-c", RECORD_AND_DIE, str(run_path), str(child.pid)]
+    subprocess.run(words, check=False)
     assert (run_path / CHILDREN_FILE).exists()
     assert running_pid(run_path) is None
+    # The machine's clock is set meanwhile: the kernel then tells another time of its boot.
+    boot_time = psutil.boot_time()
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: boot_time + hours * 3600)
     directory = RunDirectory.lock(run_path, "a")
     assert child.wait(0) == -9
     assert not (run_path / CHILDREN_FILE).exists()
     directory.close()
 
 
-def test_a_stranger_with_a_recorded_pid_is_left_alone(run_path):
+@pytest.mark.parametrize(
+    "boot, seconds_earlier", [(boot_id(), 10.0), ("another boot", 0.0)], ids=["later", "rebooted"]
+)
+def test_a_stranger_with_a_recorded_pid_is_left_alone(run_path, boot, seconds_earlier):
     run_path.mkdir(parents=True, mode=0o700)
     with subprocess.Popen(["sleep", "1000"]) as stranger:
-        created = psutil.Process(stranger.pid).create_time()
-        (run_path / CHILDREN_FILE).write_text(json.dumps([[stranger.pid, created - 10]]))
+        row = [stranger.pid, seconds_at_start(stranger.pid) - seconds_earlier]
+        (run_path / CHILDREN_FILE).write_text(json.dumps({"boot": boot, "children": [row]}))
         RunDirectory.lock(run_path, "a").close()
         assert stranger.poll() is None
         stranger.kill()
+
+
+@pytest.mark.parametrize("text", ["", "[", "[[1, 2.0]]", "null", '{"boot": 1}'])
+def test_a_damaged_record_of_children_is_none(run_path, text):
+    run_path.mkdir(parents=True, mode=0o700)
+    (run_path / CHILDREN_FILE).write_text(text)
+    RunDirectory.lock(run_path, "a").close()
+
+
+@contextlib.contextmanager
+def no_room() -> Iterator[None]:
+    """The kernel refuses to write to files, as where the file system is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_directory_that_cannot_be_written_is_one_sentence_and_leaves_nothing(run_path):
+    with (
+        no_room(),
+        pytest.raises(DeepInferError, match=r"cannot be used \(file too large\): .*run-dir"),
+    ):
+        RunDirectory.lock(run_path, "a")
+    assert not run_path.exists()
+    RunDirectory.lock(run_path, "a").close()
+
+
+def test_children_that_cannot_be_recorded_are_a_warning(run_path, caplog):
+    directory = RunDirectory.lock(run_path, "a")
+    with no_room():
+        directory.record_children([os.getpid()])
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{run_path} cannot be written (File too large): make room in it"
+    ]
+    directory.close()
+    assert not run_path.exists()
+
+
+@pytest.mark.parametrize("free", [{"f_bavail": 15}, {"f_favail": 3}], ids=["bytes", "files"])
+def test_a_full_file_system_is_known_before_anything_is_made(run_path, monkeypatch, free):
+    found = {
+        "f_frsize": 4096,
+        "f_bavail": 1000,
+        "f_favail": 100,
+        "f_blocks": 9,
+        "f_files": 9,
+    } | free
+    monkeypatch.setattr(os, "statvfs", lambda place: SimpleNamespace(**found))
+    with pytest.raises(
+        DeepInferError, match=rf"full \(.*: make room in {run_path.parents[1]}, or "
+    ):
+        make_run_directory(run_path)
+    assert not run_path.parent.exists()
+
+
+def test_a_file_system_without_limits_is_not_full(run_path, monkeypatch):
+    """Such as tmpfs with size=0,nr_inodes=0."""
+    found = dict.fromkeys(("f_bavail", "f_favail", "f_blocks", "f_files"), 0) | {"f_frsize": 4096}
+    monkeypatch.setattr(os, "statvfs", lambda place: SimpleNamespace(**found))
+    make_run_directory(run_path)
+    assert run_path.exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import daemon.supervision.supervisor
-from daemon.supervision.child_process import ChildSpec
+from daemon.supervision import memory_watch
+from daemon.supervision.child_output import ChildOutput
+from daemon.supervision.child_process import ChildProcess, ChildSpec
 from daemon.supervision.restart_policy import FIRST_DELAY_SECONDS, HEALTHY_SECONDS
 from daemon.supervision.supervisor import Supervisor
+from tests.support.waiting import eventually
+from transport.child import EXIT_FATAL
 from transport.ids import ProcessName
+from workers.hardware.host_memory import OomKills
 
 
 class FakeProcess:
@@ -19,7 +25,7 @@ class FakeProcess:
 
     process_group = pid = 4711
 
-    def __init__(self, spec, group) -> None:
+    def __init__(self, spec, group, output) -> None:
         self.code: int | None = None
 
     def reap(self) -> int | None:
@@ -39,7 +45,8 @@ class Bench:
             daemon.supervision.supervisor, "time", SimpleNamespace(monotonic=lambda: self.now)
         )
         name = ProcessName("worker/0")
-        self.supervisor = Supervisor([ChildSpec(name, "worker", "none", b"{}")], lambda pids: None)
+        specs = [ChildSpec(name, "worker", "none", b"{}")]
+        self.supervisor = Supervisor(specs, lambda pids: None, ChildOutput(lambda data: None))
         self.child = self.supervisor.children[name]
         self.supervisor.start_all()
 
@@ -82,6 +89,74 @@ def test_a_child_that_hangs_as_soon_as_it_serves_backs_off_however_long_it_hung(
     assert waits == pytest.approx([FIRST_DELAY_SECONDS * 2**n for n in range(3)])
 
 
+def test_a_child_that_says_by_its_exit_code_that_a_restart_is_in_vain_is_not_started_again(bench):
+    bench.child.process.code = EXIT_FATAL
+    (death,) = bench.supervisor.collect_deaths(bench.now, give_up_on_loops=False)
+    assert death.hopeless
+    assert "exit code 78" in death.reason
+    assert bench.child.is_given_up
+    assert bench.supervisor.next_restart() is None
+
+
+NOT_FOR_CHILDREN = {
+    "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "PYTHONOPTIMIZE",
+}  # fmt: skip
+
+
+def test_what_is_meant_for_the_daemon_is_not_for_its_children(monkeypatch, tmp_path):
+    told = tmp_path / "told"
+    (tmp_path / "telling.py").write_text(
+        "import os\nprint('', *os.environ, file=open('told', 'w'))"
+    )
+    monkeypatch.chdir(tmp_path)
+    for name in NOT_FOR_CHILDREN:
+        monkeypatch.setenv(name, "1")
+    place = {"PYTHONPATH": str(tmp_path)}
+    spec = ChildSpec(ProcessName("worker/0"), "worker", "telling", b"{}", place)
+    child = ChildProcess(spec, 0, ChildOutput(lambda data: None))
+    eventually(lambda: child.reap() is not None, what="it has ended")
+    child.close()
+    names = set(told.read_text().split())
+    assert "PATH" in names
+    assert not names & NOT_FOR_CHILDREN
+
+
 def test_what_a_child_did_before_its_death_does_not_count_for_its_successor(bench):
     assert bench.live(loading=1.0, serving=HEALTHY_SECONDS) == 0.0
     assert bench.live(loading=1.0, serving=0.0) == pytest.approx(FIRST_DELAY_SECONDS)
+
+
+@pytest.fixture
+def kills(monkeypatch) -> list[int]:
+    """How many processes the kernel says it has killed for memory: the last entry."""
+    counts = [3]
+    source = Path("/sys/fs/cgroup/service/memory.events")
+    monkeypatch.setattr(memory_watch, "oom_kills", lambda: OomKills(counts[-1], source))
+    return counts
+
+
+def test_a_child_killed_for_memory_says_so_and_what_to_do(kills, bench, caplog):
+    bench.live(loading=1.0, serving=HEALTHY_SECONDS)
+    assert bench.child.last_exit == "signal SIGKILL"
+    kills.append(5)  # a neighbour as well
+    bench.live(loading=1.0, serving=HEALTHY_SECONDS)
+    assert bench.child.last_exit == "signal SIGKILL, probably for lack of memory"
+    assert (
+        "worker/0 has ended (signal SIGKILL, probably for lack of memory; /sys/fs/cgroup/service/"
+        "memory.events says oom_kill 5: raise the memory limit, or lower --hicache-size-gb"
+    ) in caplog.text
+    bench.live(loading=1.0, serving=HEALTHY_SECONDS)
+    assert bench.child.last_exit == "signal SIGKILL"
+
+
+def test_all_that_are_killed_for_memory_at_once_say_so(kills, monkeypatch):
+    monkeypatch.setattr(daemon.supervision.supervisor, "ChildProcess", FakeProcess)
+    names = [ProcessName("worker/0"), ProcessName("worker/1")]
+    specs = [ChildSpec(name, "worker", "none", b"{}") for name in names]
+    supervisor = Supervisor(specs, lambda pids: None, ChildOutput(lambda data: None))
+    supervisor.start_all()
+    for child in supervisor.children.values():
+        child.process.code = -signal.SIGKILL
+    kills.append(5)
+    deaths = supervisor.collect_deaths(1000.0, give_up_on_loops=True)
+    assert ["for lack of memory" in death.reason for death in deaths] == [True, True]

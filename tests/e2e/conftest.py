@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.tiny_model import make_tiny_model
+from tests.support.forks.forker import Forker, fork_server
 from tests.support.instance import (
     COMMAND_SECONDS,
     ROOT,
@@ -19,15 +21,21 @@ from tests.support.instance import (
     command_line,
     environment,
     run_server,
+    start_command,
 )
+
+SHARED = {"tiny_server", "chat_server", "fake_server"}
+"""Instances of the whole session, further down."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Instances run one test after the other, beside the tests that start none: mostly they wait."""
-    here = Path(__file__).parent
-    for item in items:
-        if item.path.is_relative_to(here):
-            item.add_marker(pytest.mark.xdist_group("instances"))
+    """Instances run in two rows, beside the tests that start none: mostly they wait. The first row has the
+    instances that files share, so that no other process needs them too."""
+    ours = [item for item in items if item.path.is_relative_to(Path(__file__).parent)]
+    sharing = {item.path for item in ours if not SHARED.isdisjoint(item.fixturenames)}
+    for item in ours:
+        row = "shared instances" if item.path in sharing else "own instances"
+        item.add_marker(pytest.mark.xdist_group(row))
 
 
 @pytest.fixture(scope="session")
@@ -40,11 +48,19 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def serve(tiny_dir: Path):
-    """serve(model=tiny model, **options): context of a running `deepinfer serve`."""
+def forker() -> Iterator[Forker]:
+    """Starts commands as forks of one process that has imported everything."""
+    with fork_server(environment()) as forker:
+        yield forker
 
-    def open_server(model: Path | None = None, **options: object):
-        return run_server(model or tiny_dir, **options)
+
+@pytest.fixture(scope="session")
+def serve(tiny_dir: Path, forker: Forker):
+    """serve(model=tiny model, **options): context of a running `deepinfer serve`, whose processes are
+    forks; with `forked=False` as a user starts it."""
+
+    def open_server(model: Path | None = None, forked: bool = True, **options: object):
+        return run_server(model or tiny_dir, forker if forked else None, **options)
 
     return open_server
 
@@ -58,20 +74,21 @@ def tiny_server(serve) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def chat_server(serve, smollm2_dir: Path) -> Iterator[Server]:
-    """The default model."""
-    with serve(smollm2_dir, dtype="float32") as server:
+    """The default model, started as a user does."""
+    with serve(smollm2_dir, forked=False, dtype="float32") as server:
         yield server.ready()
 
 
 @pytest.fixture(scope="session")
 def fake_server(serve) -> Iterator[Server]:
-    """No model: a token every 20 ms."""
-    with serve(engine="fake", fake_step_ms=20, max_waiting=2, max_num_seqs=2) as server:
+    """No model: a token every 20 ms. Started as a user does."""
+    options = dict(engine="fake", fake_step_ms=20, max_waiting=2, max_num_seqs=2)
+    with serve(forked=False, **options) as server:
         yield server.ready()
 
 
 @pytest.fixture(scope="session")
-def cli():
+def cli(forker: Forker):
     """cli("status", "--json"): run a command to its end; `through` are words before it, such as env."""
 
     def run(
@@ -80,11 +97,20 @@ def cli():
         through: Sequence[str] = (),
         **variables: str,
     ):
-        return subprocess.run(
-            [*through, *command_line(*arguments)],
-            cwd=ROOT, env=environment(variables), stdin=subprocess.DEVNULL, capture_output=True,
-            text=True, timeout=timeout, check=False,
-        )  # fmt: skip
+        # What the interpreter itself reads, and other programs before it, need a start of its own.
+        is_forked = not through and all(name.startswith("DEEPINFER_") for name in variables)
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+            process = start_command(
+                arguments, out, errors, forker if is_forked else None, variables, through
+            )
+            try:
+                code = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+                process.wait(timeout)
+                raise
+            texts = [file.seek(0) or file.read().decode() for file in (out, errors)]
+        return subprocess.CompletedProcess(arguments, code, *texts)
 
     return run
 

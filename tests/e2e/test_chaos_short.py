@@ -23,6 +23,7 @@ def test_some_seconds_of_chaos_leaves_every_answer_right_and_nothing_behind(tmp_
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(report.read_bytes())
     assert figures["completed"] > 20
-    assert sum(row["recovered"]["count"] for row in figures["losses"]) >= 3
+    assert sum(row["recovered"]["count"] for row in figures["losses"]) > 0
+    assert figures["not_recovered"] == 0
     assert figures["wrong_texts"] == figures["tokens_counted_twice"] == 0
     assert figures["unexplained_errors"] == figures["leaks"] == {}

@@ -26,6 +26,8 @@ SETTLE_SECONDS = 60.0
 WAYS = ("close", "reset", "half close first")
 MOMENTS = ("within the body", "before the answer", "during the answer", "after the answer")
 SHORT, LONG = 4, 1500
+SPARE_FDS = 8
+"""So many more may be open for other reasons: of a thousand clients one in a hundred would tell."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def test_a_thousand_clients_that_leave_leave_nothing(serve, within):
         eventually(lambda: not left_over(server), within(1.0), "all tables are empty")
 
         for check, what in (
-            (lambda: frontend.num_fds() <= descriptors, "its connections are closed"),
+            (lambda: frontend.num_fds() <= descriptors + SPARE_FDS, "its connections are closed"),
             (lambda: not server.metric("stream_buffer_bytes"), "no bytes are kept"),
             (lambda: server.metric("http_requests_active") <= 1, "only this is asked"),
         ):

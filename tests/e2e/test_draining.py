@@ -1,41 +1,33 @@
-"""How an instance ends while it works, and how a start that is given up ends."""
+"""How an instance ends while it works."""
 
 from __future__ import annotations
 
 import os
 import re
-import resource
 import shlex
 import signal
 import subprocess
-import sys
-from pathlib import Path
 
-from benchmarks.process_session import session_members
 from tests.support.waiting import eventually
 
-ROOT = Path(__file__).parents[2]
 SECONDS = 120.0
-FAKE = ("--engine", "fake", "--port", "0")
 
 
 def completion(max_tokens: int = 8) -> dict:
     return {"prompt": "hello", "max_tokens": max_tokens, "ignore_eos": True}
 
 
-def test_the_curl_line_that_serve_prints_works(serve):
-    with serve(engine="fake") as server:
-        server.ready()
-        line = eventually(
-            lambda: re.search(r"^curl .*$", server.output, re.MULTILINE), SECONDS, "a curl line"
-        )
-        words = shlex.split(line.group())
-        assert words[1] == server.url + "/v1/chat/completions"
-        done = subprocess.run(
-            ["curl", "--silent", "--fail", *words[1:]], capture_output=True, check=False
-        )
-        assert done.returncode == 0
-        assert b'"assistant"' in done.stdout
+def test_the_curl_line_that_serve_prints_works(fake_server):
+    line = eventually(
+        lambda: re.search(r"^curl .*$", fake_server.output, re.MULTILINE), SECONDS, "a curl line"
+    )
+    words = shlex.split(line.group())
+    assert words[1] == fake_server.url + "/v1/chat/completions"
+    done = subprocess.run(
+        ["curl", "--silent", "--fail", *words[1:]], capture_output=True, check=False
+    )
+    assert done.returncode == 0
+    assert b'"assistant"' in done.stdout
 
 
 def test_running_requests_end_and_new_ones_are_refused(serve):
@@ -78,50 +70,3 @@ def test_the_drain_limit_ends_what_does_not_end(serve):
             next(stream.events())
             server.signal(signal.SIGTERM)
             assert server.wait() == 0
-
-
-def test_an_interrupted_start_takes_the_instance_along(short_dir):
-    place = ("--run-dir", str(short_dir / "run"))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "daemon.cli.main", "start", *FAKE, *place],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    with process:
-        pid_file = short_dir / "run" / "daemon.pid"
-        eventually(lambda: pid_file.exists() and pid_file.read_text(), SECONDS, "the daemon's pid")
-        daemon = int(pid_file.read_text())
-        process.send_signal(signal.SIGINT)
-        process.wait(SECONDS)
-    # If it was ready before the signal came, it rightly goes on: `start` had done its work.
-    if process.returncode == 0:
-        os.kill(daemon, signal.SIGTERM)
-    eventually(lambda: not session_members(daemon), SECONDS, "all processes have ended")
-    eventually(lambda: not list(short_dir.iterdir()), SECONDS, "the run directory is gone")
-
-
-def test_too_few_open_files(short_dir):
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
-
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "daemon.cli.main",
-            "serve",
-            *FAKE,
-            "--run-dir",
-            str(short_dir / "r"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        preexec_fn=limit,
-        check=False,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 1
-    assert "ulimit -n" in done.stderr
-    assert list(short_dir.iterdir()) == []

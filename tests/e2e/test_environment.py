@@ -23,6 +23,9 @@ FEW_THREADS = 20
 """Enough for the daemon alone."""
 READS_ALL = ("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search")
 HIDE = 'mount -t tmpfs -o mode=000 tmpfs "$0" && exec setpriv --bounding-set=-all "$@"'
+FULL = (
+    'mount -t tmpfs -o size=64k tmpfs "$0" && { cat /dev/zero >"$0/fill" 2>/dev/null; exec "$@"; }'
+)
 ONLY_HERE = 'mount --bind "$0" "$0" && mount -o remount,bind,ro / && exec "$@"'
 
 pytestmark = pytest.mark.slow
@@ -140,6 +143,12 @@ def test_a_read_only_place(refused, short_dir):
     sentence = refused(through=as_user(NOBODY))
     assert f"{short_dir / 'run'} cannot be used (permission denied)" in sentence
     assert "--run-dir" in sentence
+
+
+def test_a_full_file_system(refused, run_dir, in_mounts):
+    sentence = refused(through=in_mounts(FULL, run_dir.parent))
+    assert f"The file system of the run directory {run_dir} is full (0 KiB" in sentence
+    assert f"make room in {run_dir.parent}, or choose another one with --run-dir" in sentence
 
 
 @as_others

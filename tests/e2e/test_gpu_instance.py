@@ -40,7 +40,7 @@ def wanted(tiny_dir, prompts) -> list[list[int]]:
     ids=["batched", "small chunks", "preempted"],
 )  # fmt: skip
 def test_greedy_answers_equal_generate(serve, prompts, wanted, options):
-    with serve(**ON_GPU, max_num_seqs=8, **options) as server:
+    with serve(forked=False, **ON_GPU, max_num_seqs=8, **options) as server:
         server.ready()
         assert server.ask("status")["accelerator"] == "nvidia"
 
@@ -72,7 +72,7 @@ def test_greedy_answers_equal_generate(serve, prompts, wanted, options):
 
 
 def test_a_killed_worker_costs_no_token_on_a_gpu(serve, prompts):
-    with serve(**ON_GPU) as server:
+    with serve(forked=False, **ON_GPU) as server:
         server.ready()
         body = {"prompt": prompts[2], "max_tokens": 400, "temperature": 0.8, "seed": 5,
                 "ignore_eos": True}  # fmt: skip

@@ -107,6 +107,7 @@ def test_an_answer_waits_for_a_worker_that_loads_for_longer_than_a_stage_may_tak
         assert text == wanted
 
 
+@pytest.mark.slow
 def test_a_slow_reader_is_held_back_after_the_loss_of_its_worker_as_well(serve):
     """Else all that is left of its answer would pile up in the frontend."""
     wanted = 6000

@@ -7,13 +7,16 @@ import asyncio
 import json
 import struct
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from daemon.cli.check.event_stream import whole_stream
+from frontend.tokenizer.detokenizer import Detokenizer
 from tests.support.raw_http import RawAnswer, post_request, read_answer
 from tests.support.waiting import eventually
 
@@ -23,6 +26,9 @@ CONCURRENT = 32
 ANSWER_SECONDS = 60.0
 VOCAB = 265
 POOL_TOKENS = 12 * 128
+
+TokenBytes = Callable[[int], bytes]
+"""What a token stands for."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +208,7 @@ async def ask_all(address, batch: list[Case]) -> list[RawAnswer | None]:
 # ---- what must come back ---------------------------------------------------------------------------
 
 
-def check(case: Case, answer: RawAnswer) -> str:
+def check(case: Case, answer: RawAnswer, token_bytes: TokenBytes) -> str:
     """Returns a word for the statistics."""
     if answer.status == 429:
         assert int(answer.headers["retry-after"]) > 0
@@ -218,8 +224,10 @@ def check(case: Case, answer: RawAnswer) -> str:
     if case.body.get("stream"):
         return check_stream(case, answer.body)
     value = json.loads(answer.body)
-    check_choices(case, [choice["finish_reason"] for choice in value["choices"]])
-    check_usage(case, value["usage"])
+    reasons = [choice["finish_reason"] for choice in value["choices"]]
+    check_choices(case, reasons)
+    check_usage(case, value["usage"], reasons)
+    check_stop_tokens(case, value["choices"], token_bytes)
     return "whole"
 
 
@@ -237,11 +245,12 @@ def check_stream(case: Case, body: bytes) -> str:
             if choice["finish_reason"] is not None:
                 reasons.setdefault(choice["index"], []).append(choice["finish_reason"])
     assert all(len(found) == 1 for found in reasons.values()), reasons
-    check_choices(case, [found[0] for _, found in sorted(reasons.items())])
+    ends = [found[0] for _, found in sorted(reasons.items())]
+    check_choices(case, ends)
     options = case.body.get("stream_options", {})
     if options.get("include_usage"):
         assert events[-1]["choices"] == []
-        check_usage(case, events[-1]["usage"])
+        check_usage(case, events[-1]["usage"], ends)
     return "streamed"
 
 
@@ -254,15 +263,33 @@ def wanted_choices(body: dict) -> int:
 def check_choices(case: Case, reasons: list[str]) -> None:
     assert len(reasons) == wanted_choices(case.body)
     assert set(reasons) <= {"stop", "length"}
+    may_stop = any(case.body.get(name) for name in ("stop", "stop_token_ids"))
+    if case.body.get("ignore_eos") and not may_stop:
+        assert set(reasons) == {"length"}
 
 
-def check_usage(case: Case, usage: dict) -> None:
+def check_usage(case: Case, usage: dict, reasons: list[str]) -> None:
     limit = case.body.get("max_completion_tokens") or case.body["max_tokens"]
-    choices = wanted_choices(case.body)
-    assert choices * min(case.body.get("min_tokens", 0), 1) <= usage["completion_tokens"]
-    assert usage["completion_tokens"] <= choices * limit
+    # Who stops has `min_tokens` at least, and one: the end itself.
+    least = max(1, case.body.get("min_tokens", 0))
+    assert (
+        sum(limit if reason == "length" else least for reason in reasons)
+        <= (usage["completion_tokens"])
+    )
+    assert usage["completion_tokens"] <= len(reasons) * limit
     assert usage["prompt_tokens"] > 0
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+def check_stop_tokens(case: Case, choices: list[dict], token_bytes: TokenBytes) -> None:
+    """After `min_tokens` tokens no stop token is among those of a chat with logprobs: it would have ended
+    the choice, and the one that did is not shown."""
+    if case.body.get("logprobs") is not True:
+        return
+    stops = [token_bytes(index) for index in case.body.get("stop_token_ids", ())]
+    for choice in choices:
+        shown = choice["logprobs"]["content"][case.body.get("min_tokens", 0) :]
+        assert not [entry for entry in shown if bytes(entry["bytes"]) in stops]
 
 
 def is_empty(server) -> bool:
@@ -291,8 +318,9 @@ def small_server(serve):
 
 
 @pytest.mark.slow
-def test_a_thousand_random_requests_leave_nothing(small_server):
+def test_a_thousand_random_requests_leave_nothing(small_server, tiny_dir):
     server = small_server
+    texts = Detokenizer(Tokenizer.from_file(str(tiny_dir / "tokenizer.json")))
     assert server.get("/v1/models").json["data"][0]["max_model_len"] == POOL_TOKENS
     pids = server.pids()
     seen: Counter[str] = Counter()
@@ -305,7 +333,7 @@ def test_a_thousand_random_requests_leave_nothing(small_server):
     def run(batch):
         answers = asyncio.run(ask_all(server.address, batch))
         for case, answer in zip(batch, answers, strict=True):
-            seen["left" if answer is None else check(case, answer)] += 1
+            seen["left" if answer is None else check(case, answer, texts.token_bytes)] += 1
         eventually(lambda: is_empty(server), 60, "all pages, slots, queues and tables are empty")
 
     run()

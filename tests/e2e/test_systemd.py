@@ -31,6 +31,7 @@ BOOT_SECONDS = 30.0
 READY_SECONDS = 120.0
 SHOWN = list(dict.fromkeys(map(str, (ROOT, sys.prefix, sys.base_prefix))))
 """What a service has to see of this system, wherever it lies: the unit hides /tmp."""
+SHORT = json.dumps({"prompt": "hello", "max_tokens": 4})
 LONG = json.dumps({"prompt": "hello", "max_tokens": 1500, "ignore_eos": True, "temperature": 0})
 
 pytestmark = [
@@ -114,7 +115,7 @@ class Machine:
         code = (
             "import http.client, sys\n_, port, path, body = sys.argv\n"
             "c = http.client.HTTPConnection('127.0.0.1', int(port), timeout=60)\n"
-            "c.request('POST' if body else 'GET', path, body or None)\n"
+            "c.request('POST' if body else 'GET', path, body or None, {'Content-Type': 'application/json'})\n"
             "r = c.getresponse()\nr.read()\nprint(r.status)"
         )
         return int(self.output(sys.executable, "-c", code, port, path, body))
@@ -175,9 +176,9 @@ def machine(tiny_dir: Path) -> Iterator[Machine]:
 
 @pytest.fixture
 def two(machine: Machine) -> Iterator[Machine]:
-    """deepinfer@a at port 18001 and deepinfer@a-b at 18002, both started."""
+    """deepinfer@a at port 18001 and deepinfer@a-b, with a real engine, at 18002, both started."""
     machine.make_instance("a", 18001)
-    machine.make_instance("a-b", 18002)
+    machine.make_instance("a-b", 18002, engine="auto", kv_cache_gb=0.01, hicache_size_gb=0.01)
     machine.output("systemctl", "start", "deepinfer@a", "deepinfer@a-b")
     yield machine
     machine.run("systemctl", "stop", "deepinfer@*")
@@ -187,6 +188,8 @@ def two(machine: Machine) -> Iterator[Machine]:
 def test_active_means_ready_and_instances_do_not_disturb_each_other(two):
     # `start` has just returned: it serves at once.
     assert (two.http_status(18001, "/ready"), two.http_status(18002, "/ready")) == (200, 200)
+    # The unit's filter of system calls leaves torch what it needs.
+    assert two.http_status(18002, "/v1/completions", SHORT) == 200
     assert two.show("deepinfer@a", "StatusText") == "serving model at http://127.0.0.1:18001"
     status = json.loads(two.deepinfer("status", "--instance", "a-b", "--json"))
     assert (status["instance"], status["run_dir"]) == ("a-b", "/run/deepinfer/a-b")
@@ -269,7 +272,8 @@ def test_a_daemon_that_hangs_is_ended_by_the_watchdog(machine):
 
 
 def test_a_stop_waits_for_the_answers_under_way(machine):
-    machine.make_instance("slow", 18006, fake_step_ms=5)
+    # The answer takes 18 s, so that a busy machine finds it running.
+    machine.make_instance("slow", 18006, fake_step_ms=12, drain_timeout=120)
     # Far less than the answer takes: the daemon has to ask for more.
     machine.write("/run/systemd/system/deepinfer@slow.service.d/short.conf",
                   "[Service]\nTimeoutStopSec=1\n")  # fmt: skip

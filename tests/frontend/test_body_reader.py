@@ -72,7 +72,7 @@ def test_a_body_is_refused_as_it_would_be_here(body):
 
 def test_a_caller_that_leaves_takes_no_other_ones_answer():
     async def leave(reader, tasks):
-        while reader._process is None:  # noqa: ASYNC110 nobody announces it
+        while reader._short.process is None:  # noqa: ASYNC110 nobody announces it
             await asyncio.sleep(0)
         tasks[0].cancel()  # is being read
         tasks[1].cancel()  # waits
@@ -84,15 +84,45 @@ def test_a_caller_that_leaves_takes_no_other_ones_answer():
     assert third == [2]
 
 
+def test_a_body_of_ordinary_size_does_not_wait_for_a_huge_one():
+    async def hold_up(reader, tasks):
+        while reader._long.process is None:  # noqa: ASYNC110 nobody announces it
+            await asyncio.sleep(0)
+        pid = reader._long.process._popen.pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            assert await tasks[1] == COMPLETIONS.form.read(GOOD, LIMITS)
+            assert not tasks[0].done()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    huge = GOOD + b" " * body_reader.SHORT_BYTES
+    assert (
+        read_all((COMPLETIONS.form, huge), (COMPLETIONS.form, GOOD), during=hold_up)
+        == [COMPLETIONS.form.read(GOOD, LIMITS)] * 2
+    )
+
+
+def test_the_process_gives_way_to_those_that_serve_everybody():
+    niceness = []
+
+    async def look(reader, tasks):
+        await asyncio.wait(tasks)
+        niceness.append(os.getpriority(os.PRIO_PROCESS, reader._short.process._popen.pid))
+
+    read_all((DETOKENIZE, b'{"tokens": [1]}'), during=look)
+    assert niceness[0] > os.getpriority(os.PRIO_PROCESS, 0)
+
+
 @pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_process_costs_one_request(monkeypatch, fate):
     monkeypatch.setattr(body_reader, "READ_SECONDS", 2.0)
     monkeypatch.setattr(body_reader, "END_SECONDS", 0.1)
 
     async def lose(reader, tasks):
-        while reader._process is None:  # noqa: ASYNC110 nobody announces it
+        while reader._short.process is None:  # noqa: ASYNC110 nobody announces it
             await asyncio.sleep(0)
-        os.kill(reader._process._popen.pid, fate)
+        os.kill(reader._short.process._popen.pid, fate)
         monkeypatch.setattr(body_reader, "READ_SECONDS", 30.0)
 
     lost, served = read_all((COMPLETIONS.form, GOOD), (COMPLETIONS.form, GOOD), during=lose)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -9,6 +10,7 @@ import struct
 
 import pytest
 
+from frontend.http.stream_buffer import StreamBuffer
 from tests.support.frontend import Script, request_http
 from tests.support.waiting import eventually
 from transport.messages.generate import Cancel, Throttle
@@ -105,6 +107,21 @@ def test_a_slow_reader_pauses_its_sequence_and_then_gets_all(serve):
     throttles = [t.paused for t in server.router.of_kind(Throttle)]
     assert throttles[:2] == [True, False]
     assert received.count(b'"content":"x"') == len(text)
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_an_unread_stream_is_given_up_after_its_time_and_no_sooner(monkeypatch, is_taken):
+    """Whether it waits here or, once it is taken, in the connection."""
+
+    async def run() -> list[bool]:
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: 100.0)
+        buffer = StreamBuffer(10, lambda paused: None, 90.0)
+        buffer.append(b"more than ten bytes")
+        if is_taken:
+            await buffer.take()
+        return [buffer.tick(now, 60.0) for now in (100.0, 159.0, 160.0, 161.0)]
+
+    assert asyncio.run(run()) == [False, False, False, True]
 
 
 def test_a_client_that_never_reads_is_cut_off(serve):

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gzip
+import http.client
 import json
 import logging
+import os
 import re
 import socket
 import time
+import tracemalloc
 import zlib
 
 import pytest
 
+from daemon.cli.check.event_stream import whole_stream
+from frontend.errors import ApiError
+from frontend.http.body_budget import BodyBudget
+from frontend.http.body_limits import BodyLimits, read_body
 from frontend.readiness import Readiness
 from tests.support.frontend import Script, request_http
 from tests.support.waiting import eventually
@@ -96,6 +105,33 @@ def test_content_encodings(serve, encoding, data, status):
     assert answer.status == status
     if status != 200:
         assert answer.json["error"]["message"]
+
+
+@pytest.mark.parametrize(("encoding", "copies"), [("identity", 1), ("gzip", 2)])
+def test_a_large_body_is_in_memory_once_as_it_came_and_once_inflated(encoding, copies):
+    """To copy 30 MB holds up the event loop for tens of milliseconds, and that at every turn where what
+    is left of compressed data was copied."""
+    data = os.urandom(4 << 20)
+    sent = gzip.compress(data) if encoding == "gzip" else data
+    parts = [sent[at : at + 65_536] for at in range(0, len(sent), 65_536)]
+
+    async def receive():
+        part = parts.pop(0)
+        return {"type": "http.request", "body": part, "more_body": bool(parts)}
+
+    async def read() -> tuple[bytearray, int]:
+        headers = {b"content-type": b"application/json", b"content-encoding": encoding.encode()}
+        tracemalloc.start()
+        try:
+            with BodyBudget(1 << 30, retry_after=1).share() as share:
+                body = await read_body(headers, receive, BodyLimits(1 << 30, 60.0), share)
+            return body, tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    body, most_bytes = asyncio.run(read())
+    assert body == data
+    assert most_bytes < (copies + 0.7) * len(data)
 
 
 def test_announced_bodies_are_refused_before_they_are_sent(serve):
@@ -317,25 +353,25 @@ def test_not_ready_and_draining(serve):
     ]
 
 
-def test_running_requests_can_be_ended(serve):
-    from frontend.errors import ApiError
-
+@pytest.mark.parametrize("stream", [True, False])
+def test_running_requests_can_be_ended(serve, stream):
     server = serve(Script(hang_after=2))
-    import threading
-
-    answers = []
-    for stream in (True, False):
-        body = {**BODY, "stream": stream}
-        thread = threading.Thread(
-            target=lambda body=body: answers.append(request_http(server, "POST", CHAT, body))
-        )
-        thread.start()
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    with contextlib.closing(connection):
+        connection.request(
+            "POST", CHAT, json.dumps({**BODY, "stream": stream}),
+            {"Content-Type": "application/json"},
+        )  # fmt: skip
         eventually(lambda: len(server.services.jobs) == 1)
-        time.sleep(0.05)
+        if stream:
+            answer = connection.getresponse()  # it has begun, with status 200
         server.call(lambda: server.services.end_all(ApiError(503, "Shutting down.")))
-        thread.join(10)
-    assert answers[0].events[-1]["error"]["message"] == "Shutting down."
-    assert answers[1].status == 503
+        if stream:
+            assert answer.status == 200
+            *_, last = whole_stream(answer.read())
+            assert json.loads(last)["error"]["message"] == "Shutting down."
+        else:
+            assert connection.getresponse().status == 503
     eventually(lambda: not server.services.jobs)
 
 
@@ -367,7 +403,27 @@ def test_a_flush_tells_what_each_cache_held_or_which_worker_is_silent(serve):
     server.cache_reports[1] = {"process": "worker/1", "pid": 2, "problem": "it is stopped"}
     answer = request_http(server, "POST", "/deepinfer/cache/flush")
     assert answer.status == 503
-    assert "worker/1: it is stopped" in answer.json["error"]["message"]
+    message = answer.json["error"]["message"]
+    assert "worker/1: it is stopped" in message
+    assert "emptied: worker/0" in message
+    assert answer.json["error"]["code"] == "not_all_flushed"
+    assert answer.headers["retry-after"] == "3"
+
+
+def test_the_access_log_has_no_line_for_a_probe_that_goes_well(serve, caplog):
+    caplog.set_level(logging.INFO, logger="frontend.access")
+    server = serve()
+    for path in ("/health", "/ready", "/metrics", "/nowhere"):
+        request_http(server, "GET", path)
+    caplog.set_level(logging.DEBUG, logger="frontend.access")
+    request_http(server, "GET", "/health")
+
+    def lines() -> list[str]:
+        return [r.getMessage() for r in caplog.records if r.name == "frontend.access"]
+
+    eventually(lambda: len(lines()) >= 2)
+    answers = [line.partition(" id=")[0] for line in lines()]
+    assert answers == ["- other 404", "GET /health 200"]
 
 
 def test_the_access_log_has_counts_and_no_text(serve, caplog):

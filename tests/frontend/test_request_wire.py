@@ -147,14 +147,15 @@ def body_of(table: dict) -> dict:
 def send(serve):
     """Posts a body; returns the `Submit` and its frame as the router gets them."""
 
-    def post(path: str, body: dict) -> tuple[Submit, bytes]:
+    def post(path: str, body: dict, headers: dict[str, str] | None = None) -> tuple[Submit, bytes]:
         seen = []
 
         def script(submit: Submit, payload: bytes):
             seen.append((submit, payload))
             return Script()
 
-        assert request_http(serve(script, allow_priority=True), "POST", path, body).status == 200
+        server = serve(script, allow_priority=True)
+        assert request_http(server, "POST", path, body, headers).status == 200
         return seen[0]
 
     return post
@@ -210,6 +211,16 @@ def test_the_tables_leave_nothing_out(send):
         ]
         for field in fields(struct):
             assert any(getattr(value, field.name) != default_of(field) for value in seen), field
+
+
+def test_a_client_may_say_which_conversation_it_is(send):
+    def affinity(prompt: str, session: str | None) -> str:
+        headers = {} if session is None else {"X-Session-Affinity": session}
+        return send("/v1/completions", {"prompt": prompt}, headers)[0].affinity
+
+    assert affinity("a", "one") == affinity("b", "one")
+    assert len({affinity("a", "one"), affinity("a", "two"), affinity("a", None)}) == 3
+    assert affinity("a", " ") == affinity("a", None)
 
 
 def default_of(field: msgspec.structs.FieldInfo) -> object:

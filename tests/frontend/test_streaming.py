@@ -9,6 +9,7 @@ from tests.support.frontend import Script, request_http
 from transport.ids import RequestId
 from transport.messages.generate import Cancel, RequestFailed
 from transport.messages.to_router import Submit
+from transport.telemetry import catalog
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -73,6 +74,17 @@ def test_usage_counts_tokens_not_text(serve):
     assert [e["usage"]["completion_tokens"] for e in events] == [4, 5, 6, 6]
 
 
+def test_the_first_token_is_measured_apart_from_the_others(serve):
+    server = serve(Script(text="abc", per_row=2))
+    assert request_http(server, "POST", CHAT, {"messages": MESSAGES, "n": 2}).status == 200
+    found = server.metrics.read_histograms()
+    ((_, first),), ((_, later),) = (
+        found[metric.name]
+        for metric in (catalog.TIME_TO_FIRST_TOKEN_SECONDS, catalog.INTER_TOKEN_LATENCY_SECONDS)
+    )
+    assert (sum(first.counts), sum(later.counts)) == (2, 4)
+
+
 def test_no_usage_unless_asked(serve):
     stream = request_http(serve(), "POST", CHAT, {"messages": MESSAGES, "stream": True})
     assert all("usage" not in e and e["choices"] for e in stream.events)
@@ -86,11 +98,12 @@ def test_length_limit(serve):
 
 
 def test_several_choices_and_prompts(serve):
-    server = serve(lambda submit, payload: Script(text=payload.decode() + "!"))
+    server = serve(lambda submit, payload: Script(payload.decode() + "!", cached=len(payload)))
     body = {"prompt": ["a", "bc"], "n": 2, "echo": True}
     whole = request_http(server, "POST", COMPLETIONS, body).json
     assert [c["text"] for c in whole["choices"]] == ["aa!", "aa!", "bcbc!", "bcbc!"]
     assert whole["usage"]["prompt_tokens"] == 3
+    assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
     stream = request_http(server, "POST", COMPLETIONS, {**body, "stream": True})
     assert [streamed_text(stream, i) for i in range(4)] == ["aa!", "aa!", "bcbc!", "bcbc!"]
     assert [finish_reasons(stream, i) for i in range(4)] == [["stop"]] * 4

@@ -13,9 +13,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -23,6 +24,7 @@ from benchmarks.process_session import session_members
 from daemon.cli.check.event_stream import event_data
 from daemon.errors import DeepInferError
 from daemon.inspection.inspection_client import InspectionClient
+from tests.support.forks.forker import ForkedProcess, Forker
 from tests.support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +53,29 @@ def environment(changes: Mapping[str, str] = {}) -> dict[str, str]:
 
 def command_line(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "daemon.cli.main", *map(str, arguments)]
+
+
+def start_command(
+    arguments: Sequence[object],
+    stdout: IO[bytes],
+    stderr: IO[bytes],
+    forker: Forker | None,
+    variables: Mapping[str, str] = {},
+    through: Sequence[str] = (),
+    new_session: bool = False,
+) -> subprocess.Popen[bytes] | ForkedProcess:
+    """A command that runs, as a fork if there is a forker."""
+    if forker is not None:
+        with open(os.devnull, "rb") as nothing:
+            fds = {0: nothing.fileno(), 1: stdout.fileno(), 2: stderr.fileno()}
+            return forker.start(
+                "tests.support.forks.command", list(map(str, arguments)), fds,
+                environment(variables), cwd=ROOT, new_session=new_session,
+            )  # fmt: skip
+    return subprocess.Popen(
+        [*through, *command_line(*arguments)], cwd=ROOT, env=environment(variables),
+        stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=new_session,
+    )  # fmt: skip
 
 
 def flags(options: Mapping[str, object]) -> list[str]:
@@ -103,7 +128,9 @@ class Stream:
 class Server:
     """One `deepinfer serve` in a session of its own."""
 
-    def __init__(self, folder: Path, model: Path, options: Mapping[str, object]) -> None:
+    def __init__(
+        self, folder: Path, model: Path, options: Mapping[str, object], forker: Forker | None
+    ) -> None:
         self.folder = folder
         self.log_path = folder / "log"
         options = {
@@ -120,11 +147,9 @@ class Server:
         self.url = ""
         self.exit_code: int | None = None
         with self.log_path.open("wb") as log, (folder / "out").open("wb") as out:
-            self.process = subprocess.Popen(
-                command_line("serve", *self.arguments),
-                stdin=subprocess.DEVNULL, stdout=out, stderr=log, cwd=ROOT, env=environment(),
-                start_new_session=True,
-            )  # fmt: skip
+            self.process = start_command(
+                ["serve", *self.arguments], out, log, forker, new_session=True
+            )
 
     @property
     def log(self) -> str:
@@ -245,10 +270,11 @@ class Server:
 
 
 @contextlib.contextmanager
-def run_server(model: Path, **options: object) -> Iterator[Server]:
+def run_server(model: Path, forker: Forker | None, **options: object) -> Iterator[Server]:
+    """Without a forker it is started as a user does."""
     # Not pytest's own folder: the path of a socket may have 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="di-", dir="/tmp"))
-    server = Server(folder, model, options)
+    server = Server(folder, model, options, forker)
     try:
         yield server
         server.end()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -13,7 +15,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Ph
 
 from tests.support import engines
 from transport.messages.generate import SamplingParams
-from workers.contract import ModelLoadError, PromptChunk, StepPlan
+from transport.model_files import ModelError
+from workers.contract import PromptChunk, StepPlan
 from workers.engine.engine import ModelEngine
 from workers.models.served_model import LoadObserver
 
@@ -37,7 +40,7 @@ def open_engine(model_dir: Path, **changes: object) -> ModelEngine:
 
 
 def refusal(model_dir: Path, **changes: object) -> str:
-    with pytest.raises(ModelLoadError) as caught:
+    with pytest.raises(ModelError) as caught:
         open_engine(model_dir, **changes)
     text = str(caught.value)
     assert "\n" not in text
@@ -128,6 +131,83 @@ def test_broken_directories_are_named(llama_dir: Path, tmp_path: Path) -> None:
     assert lost in refusal(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors at all")
     assert str(tmp_path) in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 10**9},
+        {"num_hidden_layers": 2.5},
+        {"num_hidden_layers": 1},
+        {"num_attention_heads": 3},
+        {"num_attention_heads": []},
+        {"num_key_value_heads": 5},
+        {"head_dim": 7},
+        {"hidden_size": 48},
+        {"hidden_size": None},
+        {"vocab_size": 95},
+        {"vocab_size": 1 << 30},
+        {"max_position_embeddings": -1},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 0}},
+        {"rope_parameters": {"rope_type": []}},
+        {"rope_parameters": 7},
+        {"hidden_act": "no_such_act"},
+        {"layer_types": ["full_attention"]},
+        {"layer_types": {"a": 1}},
+        {"dtype": "float7"},
+        {"torch_dtype": []},
+        {"quantization_config": {"quant_method": "no_such_method"}},
+        {"quantization_config": 7},
+        {"model_type": []},
+        {"model_type": None},
+        {"architectures": 7, "model_type": "llama", "rms_norm_eps": "small"},
+        {"auto_map": {"AutoConfig": "code.Config"}, "model_type": "theirs"},
+        {"text_config": []},
+        {"eos_token_id": "</s>"},
+        {"pad_token_id": 10**30},
+    ],
+    ids=str,
+)
+def test_a_configuration_unlike_the_weights_is_refused_or_works(
+    llama_dir: Path, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    """Nothing but a sentence, whatever `config.json` says."""
+    shutil.copytree(llama_dir, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    try:
+        open_engine(tmp_path).close()
+    except ModelError as error:
+        text = str(error)
+        assert "\n" not in text
+        assert str(tmp_path) in text or "Llama" in text or "model" in text
+
+
+def test_a_head_beside_tied_embeddings_and_files_of_others_are_no_matter(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(**SMALL, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    plain = open_engine(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "consolidated.safetensors").write_bytes(b"of another format")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"older")
+    engine = open_engine(tmp_path)
+    assert engine.info.vocab_size == plain.info.vocab_size
+    token = np.array([5], np.int32)
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    chunk = PromptChunk(0, 0, token, (0,), True, True, sampling, 0, 1)
+    first, second = (e.launch(StepPlan(0, prompts=(chunk,))).collect() for e in (plain, engine))
+    assert first.tokens.tolist() == second.tokens.tolist()
+
+
+def test_a_nested_configuration_is_refused(llama_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama_dir, tmp_path, dirs_exist_ok=True)
+    for depth in (900, 100_000):
+        (tmp_path / "config.json").write_text('{"rope_parameters":' * depth + "{}" + "}" * depth)
+        assert str(tmp_path / "config.json") in refusal(tmp_path)
 
 
 def test_a_gpu_that_is_not_there_is_refused(llama_dir: Path) -> None:

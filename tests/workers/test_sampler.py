@@ -83,6 +83,15 @@ def test_draws_follow_the_softmax_at_the_temperature(temperature: float) -> None
     assert_distributed(tokens, (row / temperature).softmax(-1).double().numpy())
 
 
+def test_the_tokens_of_one_answer_are_drawn_apart() -> None:
+    row, count = logits_row(1), 4000
+    sampler = Sampler(count, VOCAB, (EOS,), CPU)
+    for slot in range(count):
+        begin(sampler, slot, params(), seed=5)
+    tokens = sample(sampler, row.expand(count, VOCAB), range(count), range(count)).tokens.numpy()
+    assert_distributed(tokens, row.softmax(-1).double().numpy())
+
+
 def reference_filter(
     probabilities: np.ndarray, top_k: int, top_p: float, min_p: float
 ) -> np.ndarray:
@@ -174,6 +183,7 @@ def test_neighbouring_seeds_and_positions_are_unrelated() -> None:
     frequency=st.floats(-2.0, 2.0),
     presence=st.floats(-2.0, 2.0),
     seed=st.integers(0, 99),
+    level=st.sampled_from([0.0, -12.0]),
 )
 def test_penalties_match_a_naive_reference(
     prompt: list[int],
@@ -185,9 +195,10 @@ def test_penalties_match_a_naive_reference(
     frequency: float,
     presence: float,
     seed: int,
+    level: float,
 ) -> None:
-    """Greedy under penalties, from history given at once or tokens seen chunk by chunk, and in a
-    slot that another sequence used before."""
+    """Greedy under penalties, whether or not all logits are negative: from history given at once or
+    tokens seen chunk by chunk, and in a slot that another sequence used before."""
     sampling = params(
         temperature=0.0,
         repetition_penalty=repetition,
@@ -213,7 +224,7 @@ def test_penalties_match_a_naive_reference(
         observe(sampler, part)
     seen = list(generated)
     for step in range(steps):
-        row = logits_row(seed * 31 + step)
+        row = logits_row(seed * 31 + step) + level
         want = row.double().numpy()
         for token in {*prompt, *seen}:
             want[token] = want[token] / repetition if want[token] > 0 else want[token] * repetition

@@ -11,7 +11,7 @@ import zmq
 
 from transport.framing import token_frame
 from transport.ids import ProcessName, RequestId
-from transport.messages.base import Hello
+from transport.messages.base import Hello, Message
 from transport.messages.generate import Cancel, Generate, SamplingParams, Throttle
 from transport.messages.to_worker import Start
 from transport.telemetry.metrics import MetricSet
@@ -24,7 +24,10 @@ from workers.worker import Worker
 
 HELLO = Hello(1, "worker", ProcessName("worker/0"), 1, "hash")
 GENERATE = Generate(
-    SamplingParams(9, stop_token_ids=(3,)), priority=-4, prefix_cache=False, cache_salt="salt"
+    SamplingParams(9, seed=7, stop_token_ids=(3,)),
+    priority=-4,
+    prefix_cache=False,
+    cache_salt="salt",
 )
 
 
@@ -34,9 +37,11 @@ class StartedWorker:
     def __init__(self) -> None:
         engine = FakeEngine(FakeEngineSettings(100, 16, 4, 256))
         self.scheduler = Scheduler(engine.info, 512, 1)
+        self.sent: list[Message] = []
+        """What the router has got."""
         link = SimpleNamespace(tick=lambda: None, set_state=lambda *parts: None)
         self.worker = Worker(
-            0, engine, self.scheduler, SimpleNamespace(), HELLO, DaemonInbox(), link,
+            0, engine, self.scheduler, self, HELLO, DaemonInbox(), link,
             WorkerTelemetry(MetricSet(), engine.info),
         )  # fmt: skip
         for request in "ab":
@@ -48,6 +53,13 @@ class StartedWorker:
 
     def tell(self, message, *frames: bytes) -> None:
         self.worker.on_message(message, [zmq.Frame(frame) for frame in frames])
+
+    can_send = True
+
+    def send(self, message: Message) -> bool:
+        """As the socket to the router."""
+        self.sent.append(message)
+        return True
 
     def sequences(self) -> dict[str, Sequence]:
         self.scheduler.check_integrity()
@@ -74,6 +86,28 @@ def test_a_sequence_is_what_the_router_started(started):
         assert sequence.order[1:3] == (-4, 7.5)
         assert sequence.stop_tokens == {3}
         assert (sequence.prefix.enabled, sequence.prefix.salt) == (False, "salt")
+
+
+def test_choices_draw_apart_and_the_first_one_as_the_client_has_said(started):
+    seeds = [sequence.seed for sequence in started.sequences().values()]
+    assert seeds[0] == GENERATE.sampling.seed
+    assert len(set(seeds[:3])) == 3
+    assert seeds[3:] == seeds[:3], "equal requests get equal answers"
+
+
+def test_a_sequence_that_can_never_fit_is_refused_with_both_numbers(started):
+    prompt = [5] * (16 * 128)
+    start = Start(RequestId("c"), 1, ProcessName("frontend/1"), len(prompt), GENERATE, 7.5)
+    started.tell(start, bytes(token_frame(prompt)))
+    (failed,) = started.sent
+    assert (failed.request_id, failed.index, failed.status) == ("c", 1, 400)
+    assert "need 2057 tokens" in failed.message and "holds 2048" in failed.message
+    assert len(started.sequences()) == 6
+
+
+def test_what_an_old_router_has_asked_for_is_dropped_with_it(started):
+    started.worker.on_router_lost()
+    assert started.sequences() == {}
 
 
 def test_the_end_of_one_choice_ends_no_other(started):

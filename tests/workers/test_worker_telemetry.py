@@ -5,7 +5,7 @@ from __future__ import annotations
 from transport.telemetry.metrics import MetricSet
 from workers.contract import EngineInfo
 from workers.engine.fake import FakeEngine, FakeEngineSettings
-from workers.scheduling.scheduler import Scheduler
+from workers.scheduling.scheduler import Scheduler, SchedulerCounts
 from workers.telemetry import WorkerTelemetry
 
 
@@ -26,6 +26,20 @@ def test_without_a_gpu_no_gpu_memory_is_told():
     assert {(q.name, q.depth, q.capacity) for q in metrics.read_queues()} == {
         ("sequences with a slot", 0, 4), ("waiting sequences", 0, 0),
     }  # fmt: skip
+
+
+def test_what_the_scheduler_has_done_is_told():
+    metrics = MetricSet()
+    info = engine_info()
+    scheduler = Scheduler(info, 128, 4)
+    scheduler.counts = SchedulerCounts(1, 2, 3, 4, 5)
+    WorkerTelemetry(metrics, info).update(scheduler)
+    assert metrics.read_counters() == {
+        "num_preemptions": [((), 1)],
+        "engine_steps": [(("prompt",), 2), (("decode",), 3)],
+        "prefill_tokens_computed": [((), 4)],
+        "decode_tokens_computed": [((), 5)],
+    }
 
 
 def test_gpu_memory_is_measured_but_not_at_every_step():

@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
-import msgspec
+from workers.models.config_sizes import read_model_config
 
 if TYPE_CHECKING:
     from workers.models.served_model import LoadModel
@@ -20,13 +20,10 @@ _TRANSFORMERS: Final = "workers.models.hf.model"
 
 
 def model_loader(model_dir: Path) -> LoadModel:
-    module = import_module(_LOADERS.get(_model_type(model_dir), _TRANSFORMERS))
+    """
+    Raises:
+        ModelError: `config.json` cannot be used by any implementation.
+    """
+    model_type = str(read_model_config(model_dir).get("model_type", ""))
+    module = import_module(_LOADERS.get(model_type, _TRANSFORMERS))
     return cast("LoadModel", module.load)
-
-
-def _model_type(model_dir: Path) -> str:
-    try:
-        config = msgspec.json.decode((model_dir / "config.json").read_bytes())
-    except (OSError, msgspec.DecodeError):
-        return ""
-    return str(config.get("model_type", "")) if isinstance(config, dict) else ""

@@ -34,6 +34,8 @@ _ITEM_BYTES: Final = {
     "F64": 8,
 }
 _LENGTH_BYTES: Final = 8
+_MAX_HEADER_BYTES: Final = 100_000_000
+"""The limit of the format's own library."""
 _LFS_POINTER: Final = b"version https://git-lfs"
 
 
@@ -68,15 +70,22 @@ def read_header(file: Path) -> list[StoredTensor]:
                     f"{file} is only a Git LFS pointer: fetch the real file with 'git lfs pull'."
                 )
             length = int.from_bytes(start, "little")
-            if len(start) < _LENGTH_BYTES or _LENGTH_BYTES + length > actual:
+            if (
+                len(start) < _LENGTH_BYTES
+                or _LENGTH_BYTES + min(length, _MAX_HEADER_BYTES) > actual
+            ):
                 raise ModelLoadError(
                     f"{file} is truncated or no safetensors file: it ends within its header, at "
                     f"{actual} bytes; fetch it again."
                 )
+            if length > _MAX_HEADER_BYTES:
+                raise ModelLoadError(
+                    f"{file} is damaged or no safetensors file: its header would have {length} bytes."
+                )
             header = json.loads(stream.read(length))
     except FileNotFoundError as error:
         raise ModelLoadError(f"{file} is missing: the checkpoint is incomplete.") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{file} is damaged or no safetensors file: {error}.") from error
     tensors = _tensors(file, header, _LENGTH_BYTES + length)
     end = max((t.offset + t.size for t in tensors), default=_LENGTH_BYTES + length)
@@ -99,12 +108,14 @@ def _tensors(file: Path, header: object, data_start: int) -> list[StoredTensor]:
         for key, entry in header.items():
             if key == "__metadata__":
                 continue
-            begin, end = entry["data_offsets"]
+            begin, end = map(int, entry["data_offsets"])
             shape = tuple(int(extent) for extent in entry["shape"])
+            if not 0 <= begin <= end or min(shape, default=0) < 0:
+                raise ValueError(f"{key} has a negative size")
             found.append(
                 StoredTensor(file, key, str(entry["dtype"]), shape, data_start + begin, end - begin)
             )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ModelLoadError(
             f"The header of {file} is damaged ({error}); fetch it again."
         ) from error

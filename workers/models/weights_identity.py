@@ -6,17 +6,19 @@ import hashlib
 from pathlib import Path
 from typing import Final
 
+from workers.models.weight_files import weight_files
+
 _WEIGHT_SAMPLES: Final = 64
 _SAMPLE_BYTES: Final = 64 * 1024
 
 
 def weights_identity(model_dir: Path) -> str:
-    """Digest of the safetensors files: sizes, headers and evenly spread samples of their content.
+    """Digest of the files that weights are read from: sizes, headers and evenly spread samples.
 
-    The samples tell two fine-tunes of one architecture apart without reading every byte.
+    These tell two fine-tunes of one architecture apart without reading every byte.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(model_dir.glob("*.safetensors")):
+    for path in sorted(weight_files(model_dir)):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size};".encode())
         with path.open("rb") as file:

@@ -13,8 +13,9 @@ from frontend.api.openai_chat import read_chat
 from frontend.conversation import Conversation
 from frontend.generation.request import ModelLimits
 from frontend.tokenizer.chat_template import ChatTemplate
-from frontend.tokenizer.errors import NoChatTemplateError, PromptError, TokenizerLoadError
+from frontend.tokenizer.errors import NoChatTemplateError, PromptError
 from frontend.tokenizer.load import load_tokenizer
+from transport.model_files import ModelError
 
 WriteCheckpoint = Callable[..., Path]
 
@@ -229,7 +230,8 @@ def test_no_template(load: Load) -> None:
 
 
 def test_broken_template(load: Load) -> None:
-    with pytest.raises(TokenizerLoadError, match=r"'default' .* not valid Jinja \(line 2"):
+    told = r"'default' in \S+/tokenizer_config.json is not valid Jinja \(line 2"
+    with pytest.raises(ModelError, match=told):
         load("ok\n{% if %}")
 
 

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from tokenizers import AddedToken, Tokenizer
 
 from frontend.conversation import Conversation, Message, ToolCall
+from frontend.tokenizer.chat_template_files import TemplateSource
 from frontend.tokenizer.control_tokens import ControlTokens, RenderedText
 from frontend.tokenizer.encoder import PromptEncoder
 from frontend.tokenizer.load import TokenizerFiles, load_tokenizer
@@ -42,7 +43,8 @@ def user(text: str) -> Message:
 
 
 def encoder_for(tokenizer: Tokenizer, template: str) -> PromptEncoder:
-    return PromptEncoder(TokenizerFiles(Path("test"), tokenizer, {"default": template}, {}))
+    source = TemplateSource(template, Path("test"))
+    return PromptEncoder(TokenizerFiles(Path("test"), tokenizer, {"default": source}, {}))
 
 
 @pytest.fixture(scope="module")

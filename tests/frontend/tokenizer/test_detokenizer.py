@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 from frontend.tokenizer.detokenizer import Detokenizer
 from frontend.tokenizer.load import load_tokenizer
@@ -94,6 +94,17 @@ def test_character_comes_out_with_its_last_token(
     ids = tokenizers_by_family["byte_level"].encode("a🦙b").ids
     decoder = detokenizers["byte_level"].decoder()
     assert [decoder.push([index]) for index in ids] == ["a", "", "", "🦙", "b"]
+
+
+def test_a_character_is_whole_also_where_a_decoder_has_no_table(
+    tokenizers_by_family: dict[str, Tokenizer],
+) -> None:
+    tokenizer = Tokenizer.from_str(tokenizers_by_family["byte_level"].to_str())
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("~", "~")])
+    decoder = Detokenizer(tokenizer).decoder()
+    assert [decoder.push([index]) for index in tokenizer.encode("a🦙b").ids] == (
+        ["a", "", "", "🦙", "b"]
+    )
 
 
 def test_byte_tokens_come_out_when_their_run_ends(

@@ -18,10 +18,12 @@ from frontend.generation.request import ModelLimits
 from frontend.tokenizer.encoder import PromptEncoder
 from frontend.tokenizer.errors import PromptError
 from frontend.tokenizer.load import load_tokenizer
+from frontend.tokenizer.render_limits import RenderLimits
 
 WriteCheckpoint = Callable[..., Path]
 
 LIMITS = ModelLimits("served", 1000, 4096, 8)
+SMALL = RenderLimits.of(0)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def test_begin_token_only_where_asked_for(write_checkpoint: WriteCheckpoint) -> 
     plain = encoder.encode_text("abc", add_special_tokens=False).ids.tolist()
     assert encoder.encode_text("abc").ids.tolist() == [1, *plain]
     for content in ("abc", "abc </s>"):
-        ids = encoder.encode_conversation(Conversation([Message("user", content)])).ids
+        ids = encoder.encode_conversation(Conversation([Message("user", content)]), SMALL).ids
         assert ids.tolist().count(1) == 1
 
 
@@ -59,7 +61,7 @@ def test_lone_surrogates_are_refused(smollm2: PromptEncoder, text: str) -> None:
     assert caught.value.param == "prompt"
     for content in (text, f"{text}<|im_end|>"):
         with pytest.raises(PromptError, match="surrogate") as caught:
-            smollm2.encode_conversation(Conversation([Message("user", content)]))
+            smollm2.encode_conversation(Conversation([Message("user", content)]), SMALL)
         assert caught.value.param == "messages"
 
 

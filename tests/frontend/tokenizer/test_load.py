@@ -9,16 +9,20 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from frontend.tokenizer.errors import TokenizerLoadError
 from frontend.tokenizer.load import load_tokenizer
+from transport.model_files import ModelError
 
 WriteCheckpoint = Callable[..., Path]
+
+
+def templates(folder: Path) -> dict[str, str]:
+    return {name: source.text for name, source in load_tokenizer(folder).chat_templates.items()}
 
 
 def test_default_model(smollm2_dir: Path) -> None:
     files = load_tokenizer(smollm2_dir)
     assert files.special_tokens["eos_token"] == "<|im_end|>"
-    assert "<|im_start|>" in files.chat_templates["default"]
+    assert "<|im_start|>" in files.chat_templates["default"].text
 
 
 @pytest.mark.parametrize(
@@ -36,17 +40,17 @@ def test_default_model(smollm2_dir: Path) -> None:
 def test_template_forms(
     write_checkpoint: WriteCheckpoint, value: object, expected: dict[str, str]
 ) -> None:
-    assert load_tokenizer(write_checkpoint("byte_level", value)).chat_templates == expected
+    assert templates(write_checkpoint("byte_level", value)) == expected
 
 
 def test_template_files_win_over_the_configuration(write_checkpoint: WriteCheckpoint) -> None:
     folder = write_checkpoint("byte_level", "from config")
     (folder / "chat_template.json").write_text('{"chat_template": "from json"}')
-    assert load_tokenizer(folder).chat_templates == {"default": "from json"}
+    assert templates(folder) == {"default": "from json"}
     (folder / "chat_template.jinja").write_text("from jinja")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
-    assert load_tokenizer(folder).chat_templates == {"default": "from jinja", "tool_use": "tools"}
+    assert templates(folder) == {"default": "from jinja", "tool_use": "tools"}
 
 
 def test_special_tokens_from_both_files_and_forms(write_checkpoint: WriteCheckpoint) -> None:
@@ -109,19 +113,19 @@ def test_broken_files_are_named(
 ) -> None:
     folder = write_checkpoint("byte_level")
     (folder / name).write_bytes(content)
-    with pytest.raises(TokenizerLoadError, match=message) as caught:
+    with pytest.raises(ModelError, match=message) as caught:
         load_tokenizer(folder)
     assert "\n" not in str(caught.value)
 
 
 def test_missing_directory(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerLoadError, match=r"model directory .* does not exist"):
+    with pytest.raises(ModelError, match=r"model directory .* does not exist"):
         load_tokenizer(tmp_path / "absent")
 
 
 def test_directory_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(TokenizerLoadError, match=r"has no tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
         load_tokenizer(tmp_path)
 
 

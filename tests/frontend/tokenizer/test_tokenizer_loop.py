@@ -83,6 +83,23 @@ class Encoder:
         return EncodedPrompt(np.array([len(text)], np.int32), 0.0, 0.0)
 
 
+def test_more_token_ids_than_the_router_takes_are_an_answer_of_their_own():
+    class ManyIds(Encoder):
+        def encode_text(self, text: str, _add_special_tokens: bool) -> EncodedPrompt:
+            return EncodedPrompt(np.zeros(len(text), np.int32), 0.0, 0.0)
+
+    dealer = Dealer()
+    loop = TokenizerLoop(ManyIds(), dealer, HELLO, threading.Event(), None, MetricSet(), 40)
+    for name, text in (("r-1", "x" * 10), ("r-2", "x" * 11)):
+        loop.on_message(Encode(RequestId(name), "text"), [zmq.Frame(text.encode())])
+        loop.work()
+    assert len(dealer.ids["r-1"]) == 10
+    refused = dealer.sent[-1]
+    assert isinstance(refused, RequestFailed)
+    assert (refused.status, refused.code) == (400, "context_length_exceeded")
+    assert "11 tokens" in refused.message
+
+
 def long(word: str) -> str:
     return f"{word} " + "x" * LONG_PROMPT_BYTES
 

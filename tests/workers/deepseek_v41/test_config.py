@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from transport.model_files import ModelError
 from workers.contract import ModelLoadError
 from workers.models.deepseek_v41.config.config_file import parse_config, read_config
 from workers.models.deepseek_v41.config.layer_cut import cut_layers
@@ -200,7 +201,7 @@ def test_a_missing_rope_setting_is_named(tree):
 @pytest.mark.parametrize("text", ["", "[1]", "{"])
 def test_a_broken_file_is_named(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ModelLoadError, match=r"config\.json"):
+    with pytest.raises(ModelError, match=r"config\.json"):
         read_config(tmp_path)
 
 

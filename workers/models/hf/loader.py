@@ -14,9 +14,12 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
+from transport.model_files import GENERATION_CONFIG, MODEL_CONFIG, ModelError
 from transport.wording import first_line
 from workers.contract import ModelLoadError
 from workers.models.hf.attention_function import ATTENTION_NAME, register
+from workers.models.safetensors_header import read_header
+from workers.models.weight_files import weight_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,20 +52,22 @@ def load_config(
         overrides: entries to replace; objects are merged into the nested configurations.
 
     Raises:
-        ModelLoadError: there is no configuration, it is unknown, or it describes a model that needs
+        ModelError: there is no configuration, it is unknown, or it describes a model that needs
             something this engine lacks.
     """
-    if not (model_dir / "config.json").is_file():
+    path = model_dir / MODEL_CONFIG
+    if not path.is_file():
         raise ModelLoadError(
             f"{model_dir} has no config.json; give the directory of a Hugging Face checkpoint."
         )
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         _override(config, overrides, "")
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        raise ModelLoadError(
-            f"The configuration in {model_dir} cannot be read: {first_line(error)}"
-        ) from error
+    except ModelError:
+        raise
+    # Whatever a library meets in a file that anybody may have written.
+    except Exception as error:
+        raise ModelLoadError(f"{path} cannot be used: {_reason(error)}") from error
     text = config.get_text_config(decoder=True)
     _check_supported(config, text, model_dir)
     dtype = getattr(config, "dtype", None) or getattr(text, "dtype", None)
@@ -120,12 +125,12 @@ def _eos_token_ids(
     model_dir: Path, config: PreTrainedConfig, text: PreTrainedConfig
 ) -> tuple[int, ...]:
     sources: list[object] = [getattr(c, "eos_token_id", None) for c in (config, text)]
-    if (model_dir / "generation_config.json").is_file():
+    if (model_dir / GENERATION_CONFIG).is_file():
         try:
             generation = GenerationConfig.from_pretrained(model_dir, local_files_only=True)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # as above
             raise ModelLoadError(
-                f"generation_config.json in {model_dir} cannot be read: {first_line(error)}"
+                f"{model_dir / GENERATION_CONFIG} cannot be used: {_reason(error)}"
             ) from error
         sources.insert(0, generation.eos_token_id)
     found: dict[int, None] = {}
@@ -134,6 +139,13 @@ def _eos_token_ids(
             if isinstance(token, int):
                 found[token] = None
     return tuple(found)
+
+
+def _reason(error: Exception) -> str:
+    """Without its type many an error of a library says nothing: `KeyError: 'type'`."""
+    text = first_line(error)
+    is_sentence = isinstance(error, (OSError, ValueError, StrictDataclassError, RuntimeError))
+    return text if is_sentence else f"{type(error).__name__}: {text}"
 
 
 def load_weights(
@@ -168,11 +180,11 @@ def load_weights(
             f"A *.safetensors file in {model_dir} is damaged or incomplete "
             f"({first_line(error)}): fetch it again."
         ) from error
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        if isinstance(error, ModelLoadError):
-            raise
+    except ModelError:
+        raise
+    except Exception as error:  # of a configuration and weights that anybody may have written
         raise ModelLoadError(
-            f"The model in {model_dir} cannot be loaded: {first_line(error)}"
+            f"The model in {model_dir} cannot be loaded: {_reason(error)}"
         ) from error
     model.set_attn_implementation(ATTENTION_NAME)
     model.eval()
@@ -191,8 +203,8 @@ def _dummy_model(
 def _read_weights(
     config: PreTrainedConfig, model_dir: Path, device: torch.device, dtype: DTypeName
 ) -> PreTrainedModel:
-    if not any(model_dir.glob("*.safetensors")):
-        raise ModelLoadError(f"{model_dir} holds no *.safetensors files to load weights from.")
+    for file in weight_files(model_dir):
+        read_header(file)  # says better than what follows which file is missing or damaged
     placement = {"device_map": {"": device}} if device.type == "cuda" else {}
     model, info = AutoModelForCausalLM.from_pretrained(
         model_dir,

@@ -8,13 +8,13 @@ and limits of `ModelConfig` decode what is left.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import fields
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from transport.model_files import GENERATION_CONFIG, MODEL_CONFIG, read_object
 from workers.contract import ModelLoadError
 from workers.models.deepseek_v41.config.layer_cut import cut_layers
 from workers.models.deepseek_v41.config.model_config import ModelConfig, Quantization, RopeScaling
@@ -120,13 +120,16 @@ def read_config(model_dir: Path, overrides: Mapping[str, object] | None = None) 
             `compress_ratios` cut the model, see `cut_layers`; other names then describe the whole model.
 
     Raises:
-        ModelLoadError: the file is missing or no JSON object; or a key is unknown, missing, of the
+        ModelError: the file is missing or no JSON object; or a key is unknown, missing, of the
             wrong type, or has a value that this model does not support.
     """
-    path = model_dir / "config.json"
-    tree = _read_json_object(path)
-    generation = model_dir / "generation_config.json"
-    eos = _read_json_object(generation).get("eos_token_id") if generation.is_file() else None
+    path = model_dir / MODEL_CONFIG
+    if not path.is_file():
+        raise ModelLoadError(
+            f"{path} does not exist; give the directory of a DeepSeek-V4.1 checkpoint."
+        )
+    tree = read_object(path)
+    eos = read_object(model_dir / GENERATION_CONFIG).get("eos_token_id")
     try:
         return parse_config(tree if eos is None else {**tree, "eos_token_id": eos}, overrides)
     except ModelLoadError as error:
@@ -239,17 +242,3 @@ def _refusal(error: str, settings: Settings) -> ModelLoadError:
     if missing:
         return ModelLoadError(f"{name} is missing.")
     return ModelLoadError(f"{name} is {settings.get(name)!r}: {what}.")
-
-
-def _read_json_object(path: Path) -> Mapping[str, object]:
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelLoadError(
-            f"{path} does not exist; give the directory of a DeepSeek-V4.1 checkpoint."
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} cannot be read as JSON: {error}.") from error
-    if not isinstance(tree, dict):
-        raise ModelLoadError(f"{path} must be a JSON object, but is {tree!r}.")
-    return tree

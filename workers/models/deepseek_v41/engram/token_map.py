@@ -6,12 +6,12 @@ stored one in `engram_token_map.json`, a JSON list with one entry a token id.
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Final
 
 import torch
 from tokenizers import Regex, Tokenizer, normalizers
 
+from transport.model_files import TOKENIZER_FILE, ModelError, parse_json, read_text
 from workers.contract import ModelLoadError
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from workers.models.deepseek_v41.config.model_config import ModelConfig
 
 TOKEN_MAP_FILE: Final = "engram_token_map.json"
-TOKENIZER_FILE: Final = "tokenizer.json"
 
 _UNDECODABLE: Final = "\ufffd"
 # Stands for a text of one space while its surroundings are stripped.
@@ -43,7 +42,9 @@ def load_token_map(model_dir: Path, config: ModelConfig) -> torch.Tensor:
             f"no {TOKEN_MAP_FILE}."
         )
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_str(read_text(path) or "")
+    except ModelError:
+        raise
     except Exception as error:  # the library raises plain Exception
         raise ModelLoadError(f"{path} cannot be read: {error}.") from error
     return token_map_from_tokenizer(tokenizer, config)
@@ -92,10 +93,7 @@ def dummy_token_map(config: ModelConfig) -> torch.Tensor:
 
 
 def _stored_map(path: Path, config: ModelConfig) -> torch.Tensor:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} cannot be read as JSON: {error}.") from error
+    values = parse_json(path, read_text(path) or "")
     limit = config.engram_compressed_vocab_size
     if not isinstance(values, list) or len(values) != config.vocab_size:
         raise ModelLoadError(

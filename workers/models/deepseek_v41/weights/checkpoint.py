@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
@@ -23,6 +21,7 @@ from workers.models.deepseek_v41.weights.tensor_table import (
     stored_shape,
 )
 from workers.models.safetensors_header import StoredTensor, read_header
+from workers.models.weight_files import weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,10 +33,6 @@ if TYPE_CHECKING:
     """Called with the bytes done and the bytes in all."""
     NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
-INDEX_FILE: Final = "model.safetensors.index.json"
-SINGLE_FILE: Final = "model.safetensors"
-
-_SHARD: Final = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 # Draft model and vision tower: parts of the release that text generation does not use.
 _OTHER_PARTS: Final = ("mtp.", "vision.", "aligner.", "image_")
 _OPEN_FILES: Final = 2
@@ -132,12 +127,12 @@ def open_checkpoint(model_dir: Path, config: ModelConfig) -> Checkpoint:
     """Check the checkpoint in `model_dir` against `config`. Reads only the files' headers.
 
     Raises:
-        ModelLoadError: a file is missing, truncated, damaged or a Git LFS pointer; a tensor is
+        ModelError: a file is missing, truncated, damaged or a Git LFS pointer; a tensor is
             missing, unknown, of a wrong shape or of a dtype that is not implemented; or only some
             of a layer's experts are packed.
     """
     found: dict[str, StoredTensor] = {}
-    for file in _checkpoint_files(model_dir):
+    for file in weight_files(model_dir):
         for stored in read_header(file):
             name = stored.key.removeprefix("model.")
             if name in found:
@@ -149,50 +144,6 @@ def open_checkpoint(model_dir: Path, config: ModelConfig) -> Checkpoint:
     ours = {name: t for name, t in found.items() if not name.startswith(_OTHER_PARTS)}
     _check(model_dir, ours, config)
     return Checkpoint(ours)
-
-
-def _checkpoint_files(model_dir: Path) -> list[Path]:
-    index = model_dir / INDEX_FILE
-    if index.is_file():
-        return _indexed_files(index)
-    if (model_dir / SINGLE_FILE).is_file():
-        return [model_dir / SINGLE_FILE]
-    numbered = {
-        int(match[1]): (path, int(match[2]))
-        for path in model_dir.glob("model-*.safetensors")
-        if (match := _SHARD.fullmatch(path.name))
-    }
-    if not numbered:
-        raise ModelLoadError(
-            f"{model_dir} holds no weights: neither {INDEX_FILE} nor {SINGLE_FILE} nor "
-            "model-N-of-M.safetensors."
-        )
-    count = max(total for _, total in numbered.values())
-    absent = sorted(set(range(1, count + 1)) - set(numbered))
-    if absent:
-        raise ModelLoadError(
-            f"{model_dir} lacks {len(absent)} of {count} shards, the first one is number "
-            f"{absent[0]}; fetch the rest of the checkpoint."
-        )
-    return [path for _, (path, _) in sorted(numbered.items())]
-
-
-def _indexed_files(index: Path) -> list[Path]:
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{index} is damaged: {error!r}; fetch it again.") from error
-    for name in names:
-        if not isinstance(name, str) or "/" in name:
-            raise ModelLoadError(f"{index} names {name!r}, which is not a file beside it.")
-    files = [index.parent / name for name in sorted(names)]
-    absent = [file.name for file in files if not file.is_file()]
-    if absent:
-        raise ModelLoadError(
-            f"{index.parent} lacks {len(absent)} of {len(files)} shards, the first one is "
-            f"{absent[0]}; fetch the rest of the checkpoint."
-        )
-    return files
 
 
 def _check(model_dir: Path, found: Mapping[str, StoredTensor], config: ModelConfig) -> None:

@@ -16,6 +16,7 @@ class DeepInferError(RuntimeError):
     def __init__(self, message: str, exit_code: int = EXIT_FAILED) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+        self.is_printed = False
 
 
 class ConfigurationError(DeepInferError):

@@ -1,4 +1,4 @@
-"""The process that reads a frontend's large bodies: `python -m frontend.body_reader`, started by the
+"""The process that reads a frontend's large bodies, started by the
 frontend, with a socket as standard input. It ends when that closes."""
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from frontend.errors import ApiError
 from frontend.generation.request import ModelLimits
 from frontend.links.body_reader import REPLY, REQUEST, Errand, Refusal
 from transport.child import give_way
-from transport.logs import configure_logging
+from transport.logs import Seldom, configure_logging
+from transport.output import use_lossy_output
 
 READERS: Final[dict[str, Callable[[bytes, ModelLimits], object]]] = {
     CHAT.form.name: CHAT.form.read,
@@ -32,6 +33,7 @@ READERS: Final[dict[str, Callable[[bytes, ModelLimits], object]]] = {
 }
 
 log = logging.getLogger(__name__)
+_tracebacks = Seldom()
 
 
 def serve(line: BinaryIO, answers: BinaryIO) -> None:
@@ -53,8 +55,8 @@ def _read(errand: Errand, body: bytes) -> tuple[bool, bytes]:
     except ApiError as error:
         refusal = Refusal(error.status, error.message, error.param, error.code)
     # A fault of ours must end one request, not all that wait.
-    except Exception:
-        log.exception("a body could not be read")
+    except Exception as error:
+        log.error("a body could not be read: %r", error, exc_info=_tracebacks.allows())
         refusal = Refusal(500, "The server failed on this request; its log says why.")
     return True, msgspec.msgpack.encode(refusal)
 
@@ -64,6 +66,7 @@ def main(frontend: str, instance: str, log_level: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     setproctitle.setproctitle(f"deepinfer:{frontend} body reader [{instance}]")
+    use_lossy_output()
     configure_logging(f"{frontend} reader", log_level)
     give_way()
     gc.freeze()

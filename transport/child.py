@@ -1,6 +1,6 @@
 """What every process of an instance does first, and how it learns that it has to stop.
 
-The daemon starts `python -m PACKAGE.run` with a pipe as standard input, writes the settings as one
+The daemon starts `transport/launch.py PACKAGE.run` with a pipe as standard input, writes the settings as one
 line of JSON and keeps the pipe open: when it closes, the daemon is gone and so is the child. The
 kernel's parent-death signal is the second belt (each has holes that the other covers).
 """
@@ -23,6 +23,7 @@ from transport.frame_limits import REPORT_BYTES
 from transport.ids import ProcessName
 from transport.logs import configure_logging
 from transport.messages.base import PROTOCOL_VERSION, Hello, Role
+from transport.output import use_lossy_output
 
 PR_SET_PDEATHSIG = 1
 EXIT_FATAL = 78
@@ -102,6 +103,7 @@ def enter_process(settings_type: type[SettingsT]) -> tuple[SettingsT, StopFlag]:
     die_with_parent(process.parent_pid)
     setproctitle.setproctitle(f"deepinfer:{process.name} [{process.instance}]")
     setproctitle.setthreadtitle(f"di:{process.name}"[:15])
+    use_lossy_output()
     configure_logging(process.name, process.log_level)
     stop = StopFlag()
 

@@ -28,6 +28,7 @@ from transport.framing import (
     payload_bytes,
 )
 from transport.ids import ProcessName
+from transport.logs import Seldom
 from transport.messages.base import Message
 from transport.messages.telemetry import Snapshot
 from transport.messages.to_daemon import SNAPSHOTS
@@ -129,6 +130,7 @@ class CountingSocket:
         self._name = name
         self._received = self._received_bytes = 0
         self._sent = self._sent_bytes = self._refused = 0
+        self._bad_messages = Seldom()
 
     @property
     def fd(self) -> int:
@@ -199,8 +201,10 @@ class ReceivingSocket(CountingSocket, ABC, Generic[MessageT]):
                 if received is None:
                     return count
                 handle(received)
-            except BadMessage:
-                log.exception("dropped a message that cannot be read")
+            except BadMessage as error:
+                self._bad_messages.log(
+                    log, logging.ERROR, "dropped a message that cannot be read: %s", error
+                )
         return limit
 
 

@@ -13,7 +13,7 @@ from daemon.cli.check import check_app
 from daemon.cli.config_show import config_app
 from daemon.cli.inspect import inspect_app
 from daemon.cli.keys import keys_app
-from daemon.cli.output import sentence_console
+from daemon.cli.output import print_error, sentence_console
 from daemon.cli.serve import serve
 from daemon.cli.start import start
 from daemon.cli.status import status
@@ -23,6 +23,7 @@ from daemon.cli.top import top
 from daemon.configuration.sources import ENVIRONMENT_PREFIX, SOURCES
 from daemon.errors import EXIT_USAGE, DeepInferError
 from daemon.system.operator_text import require_utf8
+from daemon.system.standard_output import open_missing_descriptors
 
 app = App(
     name="deepinfer",
@@ -45,6 +46,7 @@ app.command(systemd_app)
 
 
 def main() -> None:
+    open_missing_descriptors()
     errors = sentence_console(stderr=True)
     try:
         for word in sys.argv[1:]:
@@ -54,7 +56,7 @@ def main() -> None:
                 require_utf8(f"The environment variable {name}", value)
         app(sys.argv[1:], exit_on_error=False, print_error=True, error_console=errors)
     except DeepInferError as error:
-        errors.print(f"deepinfer: {error}", style="red", markup=False)
+        print_error(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

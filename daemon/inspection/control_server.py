@@ -14,6 +14,7 @@ import zmq
 
 from daemon.inspection.command_relay import CommandError, CommandRelay
 from transport.ids import ProcessName
+from transport.logs import Seldom
 from transport.messages.base import Hello, Message, Refused, Welcome
 from transport.messages.control import CacheCommand, DumpStacks, ProcessCommand, SetLogLevel
 from transport.messages.from_daemon import Answer
@@ -92,6 +93,7 @@ class ControlServer:
         self, context: zmq.Context[zmq.Socket[bytes]], endpoints: Endpoints, config_hash: str
     ) -> None:
         self._config_hash = config_hash
+        self._refused = Seldom()
         self._control = RouterSocket(context, endpoints.control, TO_DAEMON)
         self._relay = CommandRelay(self._control)
         self._telemetry = SubscriberSocket(context, endpoints.telemetry, TELEMETRY_QUEUE)
@@ -125,7 +127,7 @@ class ControlServer:
             case Hello() as hello:
                 problem = hello.problem("daemon", self._config_hash) or processes.knows(hello)
                 if problem is not None:
-                    log.error("refused %s: %s", peer, problem)
+                    self._refused.log(log, logging.ERROR, "refused %s: %s", peer, problem)
                     self._control.send(peer, Refused(problem))
                     return
                 self._control.send(peer, Welcome())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -24,11 +25,13 @@ from daemon.instance.preflight import (
     raise_descriptor_limit,
 )
 from daemon.instance.role_settings import child_specs, make_plan
+from daemon.supervision.child_output import ChildOutput
 from daemon.supervision.supervisor import Supervisor
 from daemon.system.accelerator import detect_accelerator
 from daemon.system.listen import open_listening_socket, open_port_warning
-from daemon.system.run_directory import RunDirectory, choose_run_directory
+from daemon.system.run_directory import LOG_FILE, RunDirectory, choose_run_directory
 from daemon.system.sd_notify import ServiceManager
+from daemon.system.standard_output import StandardOutput
 from daemon.system.stop_signals import StopSignals
 from frontend.tokenizer.chat_template_files import read_chat_templates
 from transport.sockets import Endpoints
@@ -39,7 +42,7 @@ FETCH_SECONDS: Final = 2400.0
 log = logging.getLogger(__name__)
 
 
-def run_instance(config: InstanceConfig, signals: StopSignals) -> None:
+def run_instance(config: InstanceConfig, signals: StopSignals, output: StandardOutput) -> None:
     """Check, lock, listen, run, clean up: each step undoes itself when a later one fails.
 
     Raises:
@@ -53,7 +56,8 @@ def run_instance(config: InstanceConfig, signals: StopSignals) -> None:
     raise_descriptor_limit(config)
     check_thread_limit(config)
     directory = RunDirectory.lock(run_path, config.instance)
-    try:
+    bounded = output.bounded(run_path / LOG_FILE, round(config.log_mb * 1e6))
+    with contextlib.closing(directory), bounded:
         # Before the model: an occupied port should not cost a download first.
         with open_listening_socket(config.host, config.port) as listener:
             warning = open_port_warning(config.host, config.api_keys_file is not None)
@@ -71,7 +75,6 @@ def run_instance(config: InstanceConfig, signals: StopSignals) -> None:
             server = ControlServer(context, Endpoints(str(run_path)), plan.config_hash)
             try:
                 gc.freeze()
-                supervisor = Supervisor(specs, directory.record_children)
                 port: int = listener.getsockname()[1]
 
                 def on_ready(url: str) -> None:
@@ -79,15 +82,15 @@ def run_instance(config: InstanceConfig, signals: StopSignals) -> None:
                     directory.keep_log = True
                     announce(plan.model_name, url, bool(read_chat_templates(model_dir)), warning)
 
-                Instance(plan, supervisor, server, port, keys, on_ready).run(signals)
+                with ChildOutput(output.write_log) as printed:
+                    supervisor = Supervisor(specs, directory.record_children, printed)
+                    Instance(plan, supervisor, server, port, keys, on_ready).run(signals)
             finally:
                 server.close()
                 context.term()
                 pools.close()
         log.info("stopped; nothing is left")
         directory.keep_log = False
-    finally:
-        directory.close()
 
 
 def _tell_progress(line: str) -> None:

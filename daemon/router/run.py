@@ -20,6 +20,7 @@ from daemon.router.tap import Tap
 from transport.child import StopFlag
 from transport.ids import ProcessName
 from transport.links.daemon import DaemonLink
+from transport.logs import Seldom
 from transport.messages.base import Hello, Refused, Welcome
 from transport.messages.from_daemon import ROUTER_NOTICES, Drain, PeerLost, RouterNotice
 from transport.messages.generate import Cancel, Encode, Encoded, RequestFailed, Throttle, TokenBatch
@@ -58,6 +59,7 @@ class Router:
         self._core = core
         self._link = link
         self._pids: dict[ProcessName, int] = {}
+        self._strangers, self._incomplete, self._refused = Seldom(), Seldom(), Seldom()
 
     def run(self, stop: StopFlag, notices: queue.Queue[RouterNotice]) -> None:
         """Route until `stop` is set. `notices` holds what the daemon said."""
@@ -110,10 +112,12 @@ class Router:
             case Hello() as hello:
                 return self._greet(peer, hello, now)
             case _ if peer not in self._pids:
-                log.warning("dropped a message of %s, which has not said hello", peer)
+                text = "dropped a message of %s, which has not said hello"
+                self._strangers.log(log, logging.WARNING, text, peer)
                 return []
             case Submit() | Encode() | Encoded() | TokenBatch() if not frames:
-                log.error("dropped a message of %s that lacks its payload", peer)
+                text = "dropped a message of %s that lacks its payload"
+                self._incomplete.log(log, logging.ERROR, text, peer)
                 return []
             case message:
                 return self._dispatch(peer, message, received, now)
@@ -146,7 +150,7 @@ class Router:
     def _greet(self, peer: ProcessName, hello: Hello, now: float) -> list[Outgoing]:
         problem = hello.problem("router", self._settings.process.config_hash)
         if problem is not None:
-            log.error("refused %s: %s", peer, problem)
+            self._refused.log(log, logging.ERROR, "refused %s: %s", peer, problem)
             return [Outgoing(peer, Refused(problem))]
         out: list[Outgoing] = []
         if self._pids.get(peer, hello.pid) != hello.pid:

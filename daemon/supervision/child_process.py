@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from daemon.errors import DeepInferError
+from daemon.supervision.child_output import ChildOutput
 from transport.ids import ProcessName
+from transport.launch import launch_environment, python_command
 from transport.messages.base import Role
 
 QUIET_ENVIRONMENT: Final = {
@@ -28,8 +30,10 @@ NOT_INHERITED: Final = (
     "WATCHDOG_PID",
     "LISTEN_FDS",
     "LISTEN_PID",
+    "PYTHONOPTIMIZE",
 )
-"""Meant for the daemon alone."""
+"""Meant for the daemon alone; with PYTHONOPTIMIZE=2 there are no docstrings, without which transformers
+loads no model."""
 
 
 @dataclass(frozen=True)
@@ -51,23 +55,29 @@ class ChildProcess:
     be made on the main thread.
     """
 
-    def __init__(self, spec: ChildSpec, process_group: int) -> None:
-        """Start it. `process_group` 0 makes it the leader of a new group.
+    def __init__(self, spec: ChildSpec, process_group: int, output: ChildOutput) -> None:
+        """Start it. `process_group` 0 makes it the leader of a new group; `output` gets what it prints.
 
         Raises:
             DeepInferError: the operating system refuses another process.
         """
         environment = {k: v for k, v in os.environ.items() if k not in NOT_INHERITED}
         environment |= QUIET_ENVIRONMENT | dict(spec.environment)
+        if os.isatty(2):
+            environment.setdefault(
+                "TTY_COMPATIBLE", "1"
+            )  # for progress bars, which go through a pipe
         try:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-m", spec.module],
-                stdin=subprocess.PIPE,
-                stdout=sys.stderr.fileno(),
-                pass_fds=spec.pass_fds,
-                env=environment,
-                process_group=process_group,
-            )
+            with output.pipe() as printed:
+                self._popen = subprocess.Popen(
+                    python_command(spec.module),
+                    stdin=subprocess.PIPE,
+                    stdout=printed,
+                    stderr=printed,
+                    pass_fds=spec.pass_fds,
+                    env=launch_environment(environment),
+                    process_group=process_group,
+                )
             self.pidfd = os.pidfd_open(self._popen.pid)
         except OSError as error:
             raise DeepInferError(

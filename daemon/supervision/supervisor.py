@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from daemon.supervision.child_output import ChildOutput
 from daemon.supervision.child_process import ChildProcess, ChildSpec, describe_exit
 from daemon.supervision.memory_watch import MemoryWatch
 from daemon.supervision.restart_policy import RestartPolicy
@@ -96,11 +97,15 @@ class Supervisor:
     """Owner of all child processes and of their process group."""
 
     def __init__(
-        self, specs: Iterable[ChildSpec], record_pids: Callable[[list[int]], None]
+        self,
+        specs: Iterable[ChildSpec],
+        record_pids: Callable[[list[int]], None],
+        output: ChildOutput,
     ) -> None:
-        """`record_pids` is told all living children after each change."""
+        """`record_pids` is told all living children after each change; `output` gets what they print."""
         self.children: dict[ProcessName, Child] = {spec.name: Child(spec) for spec in specs}
         self._record_pids = record_pids
+        self._output = output
         self._memory = MemoryWatch()
         self._process_group = 0
         self._stopping = False
@@ -135,6 +140,7 @@ class Supervisor:
         )
         for child, process, code in ended:
             process.close()
+            self._output.read_all()  # its last words come before ours about its death
             child.process = None
             child.last_exit = describe_exit(code)
             advice = memory if code == -signal.SIGKILL and not child.is_killed else ""
@@ -219,7 +225,7 @@ class Supervisor:
         # A group ends with its last member; its number must not be joined again then.
         group = self._process_group if self.num_alive else 0
         child.restart_at = None
-        child.process = ChildProcess(child.spec, group)
+        child.process = ChildProcess(child.spec, group, self._output)
         child.started_at = child.snapshot_at = child.progress_at = time.monotonic()
         child.served_from = None
         child.silent = child.is_killed = False

@@ -40,8 +40,10 @@ PID_FILE: Final = "daemon.pid"
 CHILDREN_FILE: Final = "children.json"
 NAME_FILE: Final = "instance"
 LOG_FILE: Final = "deepinfer.log"
+OLDER_LOG_FILE: Final = f"{LOG_FILE}.1"
+LOG_FILES: Final = (LOG_FILE, OLDER_LOG_FILE)
 OWN_FILES: Final = (
-    *SOCKET_FILES, CHILDREN_FILE, f"{CHILDREN_FILE}.new", PID_FILE, NAME_FILE, LOG_FILE,
+    *SOCKET_FILES, CHILDREN_FILE, f"{CHILDREN_FILE}.new", PID_FILE, NAME_FILE, *LOG_FILES,
 )  # fmt: skip
 _NOTIFY_FILE: Final = re.compile(r"n(\d+)\.sock")
 _LEFTOVER_SECONDS: Final = 10.0
@@ -253,7 +255,7 @@ class RunDirectory:
             raise _unusable(path, error) from error
         try:
             _end_leftover_children(path)
-            directory._remove_files(keep=(LOG_FILE,))
+            directory._remove_files(keep=LOG_FILES)
             (path / PID_FILE).write_text(f"{os.getpid()}\n")
             (path / NAME_FILE).write_text(f"{instance}\n")
         except OSError as error:
@@ -283,7 +285,7 @@ class RunDirectory:
         """Remove our files and, if nothing stays in it, the directory; then free the lock. Idempotent."""
         if self._lock_fd < 0:
             return
-        self._remove_files(keep=(LOG_FILE,) if self.keep_log else ())
+        self._remove_files(keep=LOG_FILES if self.keep_log else ())
         with contextlib.suppress(OSError):
             (self.path / LOCK_FILE).unlink()
         # Fails where others have files in it, or where systemd owns the parent: both are fine.

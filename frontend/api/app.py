@@ -29,6 +29,7 @@ from frontend.http.auth import check_key
 from frontend.http.call import Call
 from frontend.http.reply import send_bytes, send_error
 from frontend.services import Services
+from transport.logs import Seldom
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Served without an API key: probes have none."""
@@ -71,6 +72,7 @@ class FrontendApp:
 
     def __init__(self, services: Services) -> None:
         self._services = services
+        self._tracebacks = Seldom()
         routes = _routes(services)
         self._labels = {id(route.endpoint): _label(route.path) for route in routes}
         self._router = Router(routes, redirect_slashes=False)
@@ -97,8 +99,9 @@ class FrontendApp:
             pass
         except ApiError as error:
             await self._fail(receive, send_marked, call, error, has_started)
-        except Exception:
-            log.exception("request %s failed", call.request_id)
+        except Exception as error:
+            text = "request %s failed: %r"
+            log.error(text, call.request_id, error, exc_info=self._tracebacks.allows())
             failure = ApiError(500, "The server failed on this request; its log says why.")
             await self._fail(receive, send_marked, call, failure, has_started)
         finally:

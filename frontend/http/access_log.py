@@ -6,15 +6,23 @@ Never any text of a user.
 from __future__ import annotations
 
 import logging
+from typing import Final
 
 from frontend.http.call import Call
+
+PROBES: Final = frozenset({"/health", "/ready", "/metrics", "/deepinfer/metrics"})
+"""Asked again and again by machines, some of them without a key: a good answer is no news."""
 
 log = logging.getLogger("frontend.access")
 
 
 def log_call(call: Call, method: str, route: str, now: float) -> None:
+    is_probe = route in PROBES and 200 <= call.status < 300
+    level = logging.DEBUG if is_probe else logging.INFO
+    if not log.isEnabledFor(level):
+        return
     outcome = f"{method} {route} {call.status or 'gone'} id={call.request_id}"
-    log.info(" ".join([outcome, *(call.work or ()), span("total", call.received_at, now)]))
+    log.log(level, " ".join([outcome, *(call.work or ()), span("total", call.received_at, now)]))
 
 
 def log_refusal(status: int, request_id: str, seconds: float) -> None:

@@ -12,6 +12,11 @@ from frontend.http.call import Call
 
 JSON_TYPE = b"application/json"
 LINGER_SECONDS = 2.0
+"""How long a refused client may go on sending before the connection is closed: to close while bytes are
+unread would reset it, and the client would never see the answer."""
+LINGER_BYTES = 64 << 20
+"""How much is read of it meanwhile: twice what a body may have by default. The rest waits in the kernel: to
+read and drop it would keep the event loop busy for as long as a client likes."""
 SMALL_BODY_BYTES = 1 << 20
 """An unread body up to this size is skipped; for a larger one the connection is closed."""
 
@@ -43,11 +48,18 @@ async def send_error(send: Send, receive: Receive, call: Call, error: ApiError) 
     await send({"type": "http.response.body", "body": body, "more_body": True})
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LINGER_SECONDS):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                    break
+            await _drop_body(receive)
     await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _drop_body(receive: Receive) -> None:
+    left = LINGER_BYTES
+    while left > 0:
+        message = await receive()
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            return
+        left -= len(message.get("body", b""))
+    await asyncio.sleep(LINGER_SECONDS)
 
 
 async def _send_head(

@@ -39,12 +39,11 @@ from uvicorn.server import ServerState
 
 from frontend.errors import ApiError
 from frontend.http.call import ABORT, kept_request_id
+from frontend.http.reply import LINGER_BYTES, LINGER_SECONDS
 
 BACKLOG = 2048
 FLUSH_SECONDS = 5
 """How long answers that are complete may take to reach their clients when the server stops."""
-LINGER_SECONDS = 2.0
-"""How long a refused client may go on sending before the connection is cut."""
 UNSENT_BYTES = 131_072
 """Unsent bytes that the kernel takes of a connection. Its own bound is several megabytes: a slow
 reader would be noticed far too late."""
@@ -140,6 +139,7 @@ class _Connection(HttpToolsProtocol):
         self._fault: ApiError | None = None
         """What is wrong with a request that could be parsed."""
         self._is_refused = False
+        self._dropped = 0
         self._waiting_refusal: ApiError | None = None
         """Sent once the requests before the faulty one have their answers."""
         self._running: RequestResponseCycle | None = None
@@ -166,6 +166,9 @@ class _Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
+            self._dropped += len(data)
+            if self._dropped > LINGER_BYTES:
+                self.transport.pause_reading()
             return
         self._overhead += len(data)
         try:
@@ -341,8 +344,7 @@ class _Connection(HttpToolsProtocol):
             self._send_refusal(error)
 
     def _send_refusal(self, error: ApiError) -> None:
-        """Close a little after the answer: to close while bytes are unread would reset the connection,
-        and the client would never see the answer."""
+        """Close a little after the answer."""
         if self.transport.is_closing():
             return
         body = error.body()

@@ -9,10 +9,8 @@ import logging
 import socket
 import struct
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Generic, TypeVar
 
 import msgspec
@@ -20,6 +18,7 @@ import msgspec
 from frontend.errors import ApiError
 from frontend.generation.request import ModelLimits
 from transport.child import ProcessSettings
+from transport.launch import python_command
 
 SHORT_BYTES: Final = 1 << 20
 """A body of this size is read within a quarter of a second on a quiet machine, whatever it holds."""
@@ -149,7 +148,7 @@ class _Line:
 
 
 class _ReaderProcess:
-    """`python -m frontend.body_reader`, which ends when the socket closes that is its standard input."""
+    """`frontend/body_reader.py`, which ends when the socket closes that is its standard input."""
 
     def __init__(
         self,
@@ -194,10 +193,9 @@ class _ReaderProcess:
 
 def _spawn(line: socket.socket, arguments: tuple[str, ...]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "frontend.body_reader", *arguments],
+        python_command("frontend.body_reader", *arguments),
         stdin=line.fileno(),
         stdout=subprocess.DEVNULL,
-        cwd=Path(__file__).parents[2],  # so that modules come from nowhere else
     )
 
 

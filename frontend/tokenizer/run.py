@@ -25,6 +25,7 @@ from transport.framing import read_tokens, token_frame
 from transport.ids import RequestId
 from transport.links.daemon import DaemonLink
 from transport.links.router import RouterLink
+from transport.logs import Seldom
 from transport.messages.base import Hello, HelloAnswer
 from transport.messages.from_daemon import TOKENIZER_NOTICES, TokenizerNotice
 from transport.messages.generate import Cancel, Encode, Encoded, RequestFailed
@@ -74,6 +75,7 @@ class TokenizerLoop:
         self._short: PromptTurns[_Prompt] = PromptTurns()
         self._long: PromptTurns[_Prompt] = PromptTurns()
         self._fork: ForkedEncode | None = None
+        self._tracebacks = Seldom()
         self._prompts = metrics.counter(catalog.TOKENIZER_PROMPTS)
         self._tokens = metrics.counter(catalog.TOKENIZER_TOKENS)
         self._failures = metrics.counter(catalog.TOKENIZER_FAILURES)
@@ -185,8 +187,9 @@ class TokenizerLoop:
             return Answer(RequestFailed(job.request_id, 400, error.code, str(error), error.param))
         # A fault of a template or of the tokenizer must end one request, not this process, which
         # would get the same prompt again.
-        except Exception:
-            log.exception("%s: the prompt could not be encoded", job.request_id)
+        except Exception as error:
+            text = "%s: the prompt could not be encoded: %r"
+            log.error(text, job.request_id, error, exc_info=self._tracebacks.allows())
             message = "The server failed to encode the prompt; its log says why."
             return Answer(RequestFailed(job.request_id, 500, "tokenizer_failed", message))
         if encoded.ids.nbytes > self._max_frame:

@@ -23,6 +23,7 @@ from daemon.inspection.report_types import KeysReport
 from daemon.instance.instance import Instance
 from daemon.instance.key_ring import KeyRing
 from daemon.instance.role_settings import make_plan
+from daemon.supervision.child_output import ChildOutput
 from daemon.supervision.child_process import ChildSpec
 from daemon.supervision.supervisor import Supervisor
 from daemon.system.run_directory import RunDirectory
@@ -47,6 +48,7 @@ class StandIns:
         self.plan = make_plan(self.config, tmp_path, self.path, os.getpid())
         self.hash = hash_of_children or self.plan.config_hash
         self.ready_urls: list[str] = []
+        self.printed: list[bytes] = []
 
     def spec(self, name: str, act: str) -> ChildSpec:
         role = name.partition("/")[0]
@@ -76,9 +78,9 @@ class StandIns:
         signals = StopSignals(hangup_reloads=True)
         context = zmq.Context()
         server = ControlServer(context, Endpoints(str(self.path)), self.plan.config_hash)
-        self.supervisor = Supervisor(
-            [self.spec(name, act) for name, act in children.items()], directory.record_children
-        )
+        printed = ChildOutput(self.printed.append)
+        specs = [self.spec(name, act) for name, act in children.items()]
+        self.supervisor = Supervisor(specs, directory.record_children, printed)
         failures: list[BaseException] = []
 
         def work() -> None:
@@ -98,7 +100,8 @@ class StandIns:
         if at_once:
             thread.start()
         try:
-            Instance(self.plan, self.supervisor, server, 8888, keys, on_ready).run(signals)
+            with printed:
+                Instance(self.plan, self.supervisor, server, 8888, keys, on_ready).run(signals)
         finally:
             if thread.ident is not None:
                 thread.join(SECONDS)

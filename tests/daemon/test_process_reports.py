@@ -10,6 +10,7 @@ import pytest
 import daemon.instance.process_reports
 from daemon.instance.frontend_status import FrontendStatus
 from daemon.instance.process_reports import ProcessReports
+from daemon.supervision.child_output import ChildOutput
 from daemon.supervision.child_process import ChildSpec
 from daemon.supervision.supervisor import Supervisor
 from transport.ids import ProcessName
@@ -29,9 +30,8 @@ class Bench:
         monkeypatch.setattr(
             daemon.instance.process_reports, "time", SimpleNamespace(monotonic=lambda: self.now)
         )
-        self.supervisor = Supervisor(
-            [ChildSpec(WORKER, "worker", "none", b"{}")], lambda pids: None
-        )
+        specs = [ChildSpec(WORKER, "worker", "none", b"{}")]
+        self.supervisor = Supervisor(specs, lambda pids: None, ChildOutput(lambda data: None))
         self.child = self.supervisor.children[WORKER]
         self.child.process = SimpleNamespace(pid=4711)
         self.child.started_at = self.child.snapshot_at = self.child.progress_at = 100.0

@@ -10,6 +10,7 @@ from daemon.configuration.config import InstanceConfig
 from daemon.errors import DeepInferError
 from daemon.instance import run_instance as module
 from daemon.system.run_directory import LOG_FILE, not_running
+from daemon.system.standard_output import StandardOutput
 from daemon.system.stop_signals import StopSignals
 
 
@@ -39,7 +40,7 @@ def run(tmp_path, monkeypatch):
         )
         signals = StopSignals()
         try:
-            module.run_instance(config, signals)
+            module.run_instance(config, signals, StandardOutput())
         except type(failure) as error:
             assert error is failure
         finally:

@@ -10,6 +10,7 @@ import pytest
 
 import daemon.supervision.supervisor
 from daemon.supervision import memory_watch
+from daemon.supervision.child_output import ChildOutput
 from daemon.supervision.child_process import ChildProcess, ChildSpec
 from daemon.supervision.restart_policy import FIRST_DELAY_SECONDS, HEALTHY_SECONDS
 from daemon.supervision.supervisor import Supervisor
@@ -24,7 +25,7 @@ class FakeProcess:
 
     process_group = pid = 4711
 
-    def __init__(self, spec, group) -> None:
+    def __init__(self, spec, group, output) -> None:
         self.code: int | None = None
 
     def reap(self) -> int | None:
@@ -44,7 +45,8 @@ class Bench:
             daemon.supervision.supervisor, "time", SimpleNamespace(monotonic=lambda: self.now)
         )
         name = ProcessName("worker/0")
-        self.supervisor = Supervisor([ChildSpec(name, "worker", "none", b"{}")], lambda pids: None)
+        specs = [ChildSpec(name, "worker", "none", b"{}")]
+        self.supervisor = Supervisor(specs, lambda pids: None, ChildOutput(lambda data: None))
         self.child = self.supervisor.children[name]
         self.supervisor.start_all()
 
@@ -96,26 +98,27 @@ def test_a_child_that_says_by_its_exit_code_that_a_restart_is_in_vain_is_not_sta
     assert bench.supervisor.next_restart() is None
 
 
-def test_what_systemd_tells_the_daemon_is_not_for_its_children(monkeypatch, tmp_path):
+NOT_FOR_CHILDREN = {
+    "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "PYTHONOPTIMIZE",
+}  # fmt: skip
+
+
+def test_what_is_meant_for_the_daemon_is_not_for_its_children(monkeypatch, tmp_path):
     told = tmp_path / "told"
     (tmp_path / "telling.py").write_text(
         "import os\nprint('', *os.environ, file=open('told', 'w'))"
     )
     monkeypatch.chdir(tmp_path)
-    for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID"):
+    for name in NOT_FOR_CHILDREN:
         monkeypatch.setenv(name, "1")
-    child = ChildProcess(ChildSpec(ProcessName("worker/0"), "worker", "telling", b"{}"), 0)
+    place = {"PYTHONPATH": str(tmp_path)}
+    spec = ChildSpec(ProcessName("worker/0"), "worker", "telling", b"{}", place)
+    child = ChildProcess(spec, 0, ChildOutput(lambda data: None))
     eventually(lambda: child.reap() is not None, what="it has ended")
     child.close()
     names = set(told.read_text().split())
     assert "PATH" in names
-    assert not names & {
-        "NOTIFY_SOCKET",
-        "WATCHDOG_USEC",
-        "WATCHDOG_PID",
-        "LISTEN_FDS",
-        "LISTEN_PID",
-    }
+    assert not names & NOT_FOR_CHILDREN
 
 
 def test_what_a_child_did_before_its_death_does_not_count_for_its_successor(bench):
@@ -150,7 +153,7 @@ def test_all_that_are_killed_for_memory_at_once_say_so(kills, monkeypatch):
     monkeypatch.setattr(daemon.supervision.supervisor, "ChildProcess", FakeProcess)
     names = [ProcessName("worker/0"), ProcessName("worker/1")]
     specs = [ChildSpec(name, "worker", "none", b"{}") for name in names]
-    supervisor = Supervisor(specs, lambda pids: None)
+    supervisor = Supervisor(specs, lambda pids: None, ChildOutput(lambda data: None))
     supervisor.start_all()
     for child in supervisor.children.values():
         child.process.code = -signal.SIGKILL

@@ -52,14 +52,28 @@ def test_golden_logprobs_over_http(serve, options, file, suffix):
             torch.testing.assert_close(torch.tensor(answer), wanted, atol=1e-4, rtol=0)
 
 
+COMPACT_MEDIAN = 0.02
+"""Between logprobs over HTTP and golden ones, both with rounded caches. Rounding turns float noise into
+steps, so single ones may be far off (see `tests/workers/deepseek_v41/test_golden.py`). Measured medians:
+2e-4; index queries that are not rounded 0.09, plain caches instead of compact ones 0.23."""
+
+
 def test_the_released_storage_formats_are_served_with_compact_caches(serve):
-    with serve(DATA / "v41_tiny_quant", yoco_keep_tokens=24) as server:
+    golden = load_file(DATA / "v41_tiny_quant/golden_cacheq.safetensors")
+    prompt, answer = (golden[f"p37.{name}"].tolist() for name in ("input_ids", "greedy"))
+    # The golden tokens are fed: a free-running answer may part from them.
+    body = {
+        "prompt": [prompt + answer[:count] for count in range(len(answer))], "max_tokens": 1,
+        "temperature": 0, "ignore_eos": True, "logprobs": 0,
+    }  # fmt: skip
+    with serve(DATA / "v41_tiny_quant", yoco_keep_tokens=140) as server:
         server.ready()
-        golden = load_file(DATA / "v41_tiny_quant/golden.safetensors")
-        answer = torch.tensor(ask(server, golden, 37))
-        # Rounded caches: near the unrounded numbers, but not the same.
-        difference = (answer - expected(golden, "p37.keep24")).abs()
-        assert 1e-3 < difference.median() < 1.0
+        reply = server.post("/v1/completions", body)
+        assert reply.status == 200, reply.body
+        choices = sorted(reply.json["choices"], key=lambda choice: choice["index"])
+        best = torch.tensor([choice["logprobs"]["token_logprobs"][0] for choice in choices])
+        wanted = golden["p37.decode_logits"].log_softmax(-1).amax(-1)
+        assert (best - wanted).abs().median() < COMPACT_MEDIAN
         body = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 8}
         with server.stream("/v1/chat/completions", body) as stream:
             assert sum(1 for _ in stream.events()) > 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from pathlib import Path
@@ -60,11 +61,13 @@ def shared(pid: int, other: int) -> Counter[str]:
 
 
 def open_files(pid: int) -> set[str]:
-    return {
-        target
-        for entry in Path(f"/proc/{pid}/fd").iterdir()
-        if ":[" in (target := str(entry.readlink())) and not target.startswith("anon_inode")
-    }
+    found = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a connection that has just ended
+            target = str(entry.readlink())
+            if ":[" in target and not target.startswith("anon_inode"):
+                found.add(target)
+    return found
 
 
 def kind(target: str) -> str:

@@ -43,7 +43,8 @@ TOKENS = 300
 def server(serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "sitecustomize.py").write_text(FAULTY_ENGINE)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
-    with serve(engine="fake", dp=2, fake_step_ms=10, routing="least-loaded") as server:
+    options = dict(engine="fake", dp=2, fake_step_ms=10, routing="least-loaded")
+    with serve(forked=False, **options) as server:
         yield server.ready()
 
 

@@ -8,6 +8,8 @@ import socket
 
 import pytest
 
+from frontend.http import reply
+from frontend.http import server as http_server
 from tests.support.frontend import Script, ServedFrontend
 from tests.support.waiting import eventually
 from transport.messages.from_daemon import ApiKeys, InstanceStatus
@@ -150,6 +152,29 @@ def test_trailers_are_bounded_for_clients_without_a_key(serve):
             connection.sendall(b"0\r\n")
             for _ in range(64):
                 connection.sendall(b"X-Sum: %b\r\n" % (b"a" * 1_000_000))
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        head(b"Transfer-Encoding: chunked") + b"0\r\n" + b"X-Sum: 1\r\n" * 4_000,
+        head(b"Content-Length: 1000000000000"),
+    ],
+    ids=["too many trailers", "too large a body"],
+)
+def test_of_a_refused_client_little_is_read(serve, monkeypatch, refused):
+    """It is let finish so that it sees the answer; but to read all that it cares to send would keep the
+    frontend busy."""
+    for module in (reply, http_server):
+        monkeypatch.setattr(module, "LINGER_SECONDS", 600.0)
+        monkeypatch.setattr(module, "LINGER_BYTES", 1_000_000)
+    with connect(serve()) as connection:
+        connection.sendall(refused)
+        read_until(connection, b'"error"')
+        connection.settimeout(1.0)
+        with pytest.raises(TimeoutError):
+            for _ in range(256):
+                connection.sendall(b"a" * 1_000_000)
 
 
 def test_trailers_are_dropped(serve):

@@ -410,6 +410,22 @@ def test_a_flush_tells_what_each_cache_held_or_which_worker_is_silent(serve):
     assert answer.headers["retry-after"] == "3"
 
 
+def test_the_access_log_has_no_line_for_a_probe_that_goes_well(serve, caplog):
+    caplog.set_level(logging.INFO, logger="frontend.access")
+    server = serve()
+    for path in ("/health", "/ready", "/metrics", "/nowhere"):
+        request_http(server, "GET", path)
+    caplog.set_level(logging.DEBUG, logger="frontend.access")
+    request_http(server, "GET", "/health")
+
+    def lines() -> list[str]:
+        return [r.getMessage() for r in caplog.records if r.name == "frontend.access"]
+
+    eventually(lambda: len(lines()) >= 2)
+    answers = [line.partition(" id=")[0] for line in lines()]
+    assert answers == ["- other 404", "GET /health 200"]
+
+
 def test_the_access_log_has_counts_and_no_text(serve, caplog):
     caplog.set_level(logging.INFO, logger="frontend.access")
     server = serve()

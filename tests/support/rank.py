@@ -6,7 +6,9 @@ state has them. So equality with a straight simulation shows that whatever was l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,9 +19,11 @@ from hicache.errors import HostPoolError
 from hicache.manager.host import HostPrefixCache
 from hicache.pool.headers import HeaderTable
 from hicache.pool.host_pool import HostPool, PoolGeometry
+from hicache.pool.segment import create_segment
 from transport.ids import ProcessName, RequestId
 from transport.messages.generate import Generate, SamplingParams
 from transport.telemetry.metrics import MetricSet
+from workers.contract import Engine
 from workers.engine.fake import FakeEngine, FakeEngineSettings, fake_next_token
 from workers.scheduling.scheduler import Scheduler
 from workers.scheduling.sequence import Sequence
@@ -40,14 +44,24 @@ class LateCopies:
         self._pool = pool
         self._delay = delay
         self._stores: list[tuple[set[int], _Late]] = []
+        self._loads: list[_Late] = []
         self.refused: set[str] = set()
         """Calls that the device refuses."""
 
     def _ask(self, call: str) -> None:
+        self._check_loads()
         if call in self.refused:
             raise HostPoolError(f"the device refuses to {call}")
 
+    def _check_loads(self) -> None:
+        """Of loads that are not over, also where nobody asks any more whether they are."""
+        self._loads = [late for late in self._loads if late.finish is not None]
+        for late in self._loads:
+            assert late.finish is not None
+            late.finish()
+
     def before_step(self, pages) -> None:
+        self._check_loads()
         for stored, late in self._stores:
             if stored & set(pages.tolist()):
                 late.make()
@@ -56,13 +70,14 @@ class LateCopies:
     def close(self) -> None:
         """Let go of the pool, as a worker does that ends amid copies."""
         self._stores.clear()
+        self._loads.clear()
         self._copies = self._pool = None
 
     def load_pages(self, pages, host_pages):
         self._ask("load_pages")
         self.before_step(pages)
         self._copies.load_pages(pages, host_pages)
-        return _Late(self._delay, self._check_kept(self._pool.page_headers, host_pages))
+        return self._load(self._pool.page_headers, host_pages)
 
     def store_pages(self, pages, host_pages):
         self._ask("store_pages")
@@ -73,9 +88,9 @@ class LateCopies:
     def load_state(self, slot, position, host_state):
         self._ask("load_state")
         self._copies.load_state(slot, position, host_state)
-        return _Late(self._delay, self._check_kept(self._pool.state_headers, [host_state]))
+        return self._load(self._pool.state_headers, [host_state])
 
-    def _check_kept(self, headers: HeaderTable, rows) -> Callable[[], None]:
+    def _load(self, headers: HeaderTable, rows) -> _Late:
         def writes() -> list[int]:
             return headers._table["generation"][rows].tolist()
 
@@ -83,7 +98,9 @@ class LateCopies:
             assert writes() == before, "a host row was written while it was loaded"
 
         before = writes()
-        return check
+        late = _Late(self._delay, check)
+        self._loads.append(late)
+        return late
 
     def store_state(self, *arguments):
         self._ask("store_state")
@@ -112,6 +129,35 @@ class _Late:
         return COPY_SECONDS
 
 
+def late_prefix_cache(
+    fd: int, engine: Engine, host_pages: int, host_states: int, delay: int
+) -> tuple[HostPrefixCache, HostPool, LateCopies]:
+    """A cache manager over the pool in `fd`, whose copies are late. Closing it closes the pool."""
+    layout = engine.info.layout
+    geometry = PoolGeometry(
+        layout.fingerprint, layout.page_bytes, host_pages, layout.stored_state_bytes, host_states
+    )
+    pool = HostPool(fd, geometry, PLENTY)
+    device = engine.device_cache()
+    copies = open_cache_copies(device, pool.memory, pool.pages, pool.states, "auto")
+    late = LateCopies(copies, pool, delay)
+    return HostPrefixCache(pool, layout, late, MetricSet(), PLENTY), pool, late
+
+
+@contextlib.contextmanager
+def open_late_prefix_cache(
+    engine: Engine, *, host_pages: int, host_states: int = 0, delay: int = 4
+) -> Iterator[HostPrefixCache]:
+    """The same over a pool of its own."""
+    fd = create_segment("test")
+    try:
+        manager, _, _ = late_prefix_cache(fd, engine, host_pages, host_states, delay)
+        with contextlib.closing(manager):
+            yield manager
+    finally:
+        os.close(fd)
+
+
 class Rank:
     """What a worker is made of, without its sockets."""
 
@@ -125,18 +171,10 @@ class Rank:
                 window=window, keep_tokens=keep,
             )
         )  # fmt: skip
-        layout = self.engine.info.layout
         states = host_states if window else 0
-        geometry = PoolGeometry(
-            layout.fingerprint, layout.page_bytes, host_pages, layout.stored_state_bytes, states
+        manager, self.pool, self.copies = late_prefix_cache(
+            fd, self.engine, host_pages, states, delay
         )
-        self.pool = HostPool(fd, geometry, PLENTY)
-        pool = self.pool
-        copies = open_cache_copies(
-            self.engine.device_cache(), pool.memory, pool.pages, pool.states, "auto"
-        )
-        self.copies = LateCopies(copies, pool, delay)
-        manager = HostPrefixCache(self.pool, layout, self.copies, MetricSet(), PLENTY)
         self.cache, self.transfers = manager.cache, manager.transfers
         self.prefills = manager.prefills
         self.scheduler = Scheduler(self.engine.info, budget, 2, manager.reuse)

@@ -115,6 +115,20 @@ def test_an_undecodable_message_is_told_and_the_next_one_comes(router, connect, 
     assert receive(router)[0].message == HELLO
 
 
+def test_many_undecodable_messages_cost_one_line_and_no_traceback(router, connect, receive, caplog):
+    dealer = connect("worker/0")
+    for _ in range(50):
+        dealer.socket.send(b"\xc1")
+    dealer.send(HELLO)
+    came = []
+    while not came:
+        assert router.socket.poll(10_000)
+        router.receive(came.append)
+    (line,) = caplog.records
+    assert line.getMessage().startswith("dropped a message that cannot be read: not a message of")
+    assert line.exc_info is None
+
+
 def test_drain_takes_no_more_than_asked(router, connect, receive):
     dealer = connect("worker/0")
     for _ in range(5):

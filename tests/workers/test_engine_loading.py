@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -180,6 +181,26 @@ def test_a_configuration_unlike_the_weights_is_refused_or_works(
         text = str(error)
         assert "\n" not in text
         assert str(tmp_path) in text or "Llama" in text or "model" in text
+
+
+def test_a_head_beside_tied_embeddings_and_files_of_others_are_no_matter(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(**SMALL, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    plain = open_engine(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "consolidated.safetensors").write_bytes(b"of another format")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"older")
+    engine = open_engine(tmp_path)
+    assert engine.info.vocab_size == plain.info.vocab_size
+    token = np.array([5], np.int32)
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    chunk = PromptChunk(0, 0, token, (0,), True, True, sampling, 0, 1)
+    first, second = (e.launch(StepPlan(0, prompts=(chunk,))).collect() for e in (plain, engine))
+    assert first.tokens.tolist() == second.tokens.tolist()
 
 
 def test_a_nested_configuration_is_refused(llama_dir: Path, tmp_path: Path) -> None:

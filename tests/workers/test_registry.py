@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from transport.model_files import ModelError
 from workers.models.deepseek_v41.loading import loader as deepseek_v41
 from workers.models.hf import model as hf
 from workers.models.registry import model_loader
@@ -16,7 +17,6 @@ from workers.models.registry import model_loader
         ({"model_type": "deepseek_v41_text"}, deepseek_v41),
         ({"model_type": "llama"}, hf),
         ({}, hf),
-        ([1], hf),
     ],
 )
 def test_the_model_type_chooses(tmp_path, config, module):
@@ -24,8 +24,15 @@ def test_the_model_type_chooses(tmp_path, config, module):
     assert model_loader(tmp_path) is module.load
 
 
-@pytest.mark.parametrize("text", [None, "{", ""])
-def test_what_cannot_be_read_is_left_to_transformers_to_refuse(tmp_path, text):
-    if text is not None:
-        (tmp_path / "config.json").write_text(text)
+def test_a_directory_without_a_configuration_is_left_to_transformers_to_refuse(tmp_path):
     assert model_loader(tmp_path) is hf.load
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "", "[1]", "[" * 100_000, '{"num_hidden_layers": 1000000000}']
+)
+def test_what_no_implementation_can_use_is_refused_here(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError) as caught:
+        model_loader(tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value)

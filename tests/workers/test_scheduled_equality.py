@@ -1,108 +1,179 @@
-"""Scheduler and torch engine together: greedy output equals transformers' `generate`, token for token,
-batched and alone, with chunked prefill forced small, and with preemption forced by a pool too small."""
+"""Scheduler, prefix cache and torch engine together: greedy output equals transformers' `generate`, token
+for token, batched and alone, with chunked prefill forced small, with preemption forced by a pool too small,
+and from cached prefixes."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
+from transformers import AutoTokenizer
 
 from tests.support.engines import open_engine
+from tests.support.families import CONFIGS, DEVICES, make_checkpoint, make_prompt
 from tests.support.greedy_reference import greedy_reference
+from tests.support.rank import open_late_prefix_cache
 from tests.support.scheduled import Answers, run_scheduled
+from tests.support.two_ranks import TwoRanks
 from transport.messages.generate import SamplingParams
-
-PAGE_BYTES_SMOLLM2 = 30 * 2 * 3 * 64 * 4 * 128
+from workers.engine.engine import ModelEngine
 
 TEXT = (
     "The lighthouse keeper climbed the stairs every evening, counting the steps as he went, and lit "
     "the lamp before the fog came in from the sea. "
 )
 PROMPTS = [
-    "Hi", "The capital of France is", "def fibonacci(n):\n", "1 2 3 4 5", "Once upon a time",
+    "Hello", "The capital of France is", "def fibonacci(n):\n", "1 2 3 4 5", "Once upon a time",
     "Ingredients: flour, sugar,", "In 1969,", "Water boils at", "A B C D", "To be or not to be",
-    "The quick brown fox", "SELECT name FROM", "Dear Sir or Madam,", "\n\n\n", "Ünïcödé テスト",
-    TEXT, TEXT * 2, TEXT * 4 + "Then", TEXT * 5 + "One night", TEXT * 9 + "At last",
+    "The quick brown fox", "SELECT name FROM", "Dear Sir or Madam,", "Good morning", "Ünïcödé テスト",
+    TEXT * 4 + "At last he", TEXT * 4 + "One night,", TEXT * 4 + "Then", TEXT * 9 + "At last",
+    TEXT * 14,
 ]  # fmt: skip
-NEW_TOKENS = 16
+NEW_TOKENS = 40
 
 
-def run(
-    model_dir: Path,
-    prompts: list[list[int]],
-    *,
-    max_num_seqs: int,
-    chunk: int,
-    pages: int,
-    page_bytes: int,
-    new_tokens: int = NEW_TOKENS,
-    stagger: int = 0,
-) -> Answers:
-    """Greedy, over a pool of so many pages."""
-    engine = open_engine(
-        model_dir,
-        max_model_len=pages * 128,
-        max_num_seqs=max_num_seqs,
-        kv_cache_gb=(pages * page_bytes + page_bytes // 2) / 1e9,
-        max_batched_tokens=chunk,
-        num_threads=torch.get_num_threads(),
-    )
-    with contextlib.closing(engine):
-        assert engine.info.num_pages == pages
-        greedy = SamplingParams(new_tokens, temperature=0.0, ignore_eos=True)
-        return run_scheduled(engine, prompts, chunk=chunk, sampling=greedy, stagger=stagger)
+class Model(NamedTuple):
+    """An engine, prompts, and what `generate` answers."""
+
+    engine: ModelEngine
+    open_engine: Callable[[], ModelEngine]
+    """Opens one more."""
+    prompts: list[list[int]]
+    wanted: list[list[int]]
+
+    def run(
+        self, which: Iterable[int] | None = None, *, count: int = NEW_TOKENS, **options
+    ) -> Answers:
+        """`count` greedy tokens for these prompts, or for all, which are checked."""
+        chosen = range(len(self.prompts)) if which is None else list(which)
+        prompts = [self.prompts[i] for i in chosen]
+        greedy = SamplingParams(count, temperature=0.0, ignore_eos=True)
+        answers = run_scheduled(self.engine, prompts, sampling=greedy, **options)
+        assert answers.tokens == [self.wanted[i][:count] for i in chosen]
+        return answers
 
 
-@functools.cache
-def smollm2_reference(model_dir: Path) -> tuple[list[list[int]], list[list[int]]]:
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+def check_preempted(answers: Answers) -> None:
+    assert answers.preemptions > 0, "the pool was large enough: nothing was tested"
+    assert answers.recomputed > 0, "nobody gave way who had begun to answer"
+
+
+# ---- the default model -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_dir: Path) -> Iterator[Model]:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
     prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
-    return prompts, greedy_reference(model_dir, prompts, NEW_TOKENS)
+    assert max(map(len, prompts)) > 280
+    make = functools.partial(open_engine, smollm2_dir, max_model_len=640, max_num_seqs=20)
+    engine = make()
+    greedy = SamplingParams(NEW_TOKENS, temperature=0.0, ignore_eos=True)
+    drafts = run_scheduled(engine, prompts, chunk=512, sampling=greedy).tokens
+    yield Model(engine, make, prompts, greedy_reference(smollm2_dir, prompts, NEW_TOKENS, drafts))
+    engine.close()
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("smollm2-equality")
 @pytest.mark.parametrize(
-    ("max_num_seqs", "chunk", "stagger"), [(20, 512, 0), (1, 512, 0), (8, 17, 0), (6, 512, 3)],
-    ids=["batched", "alone", "small chunks", "joining midway"],
-)  # fmt: skip
-def test_smollm2_equals_generate_on_twenty_prompts(smollm2_dir, max_num_seqs, chunk, stagger):
-    prompts, wanted = smollm2_reference(smollm2_dir)
-    assert len({len(ids) for ids in prompts}) > 10
-    answers = run(
-        smollm2_dir, prompts, max_num_seqs=max_num_seqs, chunk=chunk, pages=64,
-        page_bytes=PAGE_BYTES_SMOLLM2, stagger=stagger,
+    "options",
+    [
+        {"chunk": 512, "max_num_seqs": 1, "count": 6},
+        {"chunk": 17, "max_num_seqs": 6, "stagger": 3, "count": 16},
+    ],
+    ids=["alone", "joining midway in small chunks"],
+)
+def test_smollm2_equals_generate_on_twenty_prompts(smollm2, options):
+    smollm2.run(**options)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("smollm2-equality")
+def test_smollm2_equals_generate_where_sequences_are_preempted(smollm2):
+    """The last five prompts: three of them end a little before a page border."""
+    check_preempted(smollm2.run(range(15, 20), chunk=100, num_pages=5))
+
+
+# ---- every family ----------------------------------------------------------------------------------
+
+LENGTHS = (5, 120, 127, 128, 129, 300)
+"""All windows are shorter than the longest."""
+SHARED = 256
+"""Tokens of the longest prompt that another one begins with."""
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def accelerator(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in CONFIGS],
+)
+def family(request: pytest.FixtureRequest, accelerator: str, tmp_path_factory) -> Iterator[Model]:
+    folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+    prompts = [make_prompt(length) for length in LENGTHS]
+    prompts.append(prompts[-1][:SHARED] + make_prompt(30))
+    wanted = greedy_reference(folder, prompts, NEW_TOKENS)
+    assert len({tuple(tokens) for tokens in wanted}) == len(prompts)
+    make = functools.partial(
+        open_engine, folder, accelerator=accelerator, max_num_seqs=len(prompts), max_model_len=512,
+        kv_cache_gb=None if accelerator == "cpu" else 0.1,
     )  # fmt: skip
-    assert answers.tokens == wanted
+    engine = make()
+    yield Model(engine, make, prompts, wanted)
+    engine.close()
 
 
-def tiny_model(folder: Path, family: str) -> Path:
-    torch.manual_seed(3)
-    common = {
-        "vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "num_hidden_layers": 2, "max_position_embeddings": 2048,
-        "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 16,
-    }  # fmt: skip
-    config = LlamaConfig(**common) if family == "llama" else Qwen3Config(**common)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    return folder
+@pytest.mark.parametrize(
+    "options",
+    [{"chunk": 512}, {"chunk": 13, "stagger": 3}],
+    ids=["batched", "joining midway in small chunks"],
+)
+def test_a_family_equals_generate(family, options):
+    family.run(**options)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("chunk", [13, 128, 1000])
-def test_preemption_does_not_change_a_token(tmp_path, family, chunk):
-    model_dir = tiny_model(tmp_path, family)
-    rng = np.random.default_rng(5)
-    prompts = [rng.integers(3, 199, size).tolist() for size in (5, 120, 127, 128, 129, 200, 300)]
-    wanted = greedy_reference(model_dir, prompts, 140)
-    page_bytes = 2 * 2 * 2 * 16 * 4 * 128
-    answers = run(
-        model_dir, prompts, max_num_seqs=7, chunk=chunk, pages=9, page_bytes=page_bytes,
-        new_tokens=140,
-    )  # fmt: skip
-    assert answers.preemptions > 0, "the pool was large enough: nothing was tested"
-    assert answers.tokens == wanted
+def test_a_family_equals_generate_where_sequences_are_preempted(family):
+    check_preempted(family.run(chunk=50, num_pages=8))
+
+
+def test_a_family_equals_generate_from_cached_prefixes(family):
+    """Copies end late, sequences are preempted and start again from what they stored, and the cache has
+    not room for all."""
+    with open_late_prefix_cache(family.engine, host_pages=3) as cache:
+        first = family.run(chunk=50, num_pages=8, stagger=2, prefixes=cache)
+        check_preempted(first)
+        assert first.cached[-1] == SHARED
+        again = family.run(chunk=100, num_pages=8, stagger=2, prefixes=cache)
+        assert any(again.cached)
+        assert cache.cache.stats().counts.evicted_pages > 0
+
+
+def test_what_a_load_still_reads_is_not_given_to_a_store(family):
+    """The cache holds the hit of the first prompt alone when the second one wants to be stored."""
+    with open_late_prefix_cache(family.engine, host_pages=SHARED // 128, delay=12) as cache:
+        family.run([5], count=2, chunk=512, prefixes=cache)
+        answers = family.run([5, 4], count=4, chunk=64, prefixes=cache)
+        assert answers.cached == [SHARED, 0]
+
+
+def test_a_family_equals_generate_on_two_ranks_one_of_which_is_lost(family):
+    """The router places the prompts. What the lost rank had begun goes on at the other one."""
+    with contextlib.closing(family.open_engine()) as other:
+        ranks = TwoRanks([family.engine, other], chunk=50)
+        for ids in family.prompts:
+            ranks.submit(ids, SamplingParams(NEW_TOKENS, temperature=0.0, ignore_eos=True))
+        while not any(len(tokens) >= NEW_TOKENS // 2 for tokens in ranks.tokens.values()):
+            ranks.turn()
+        ranks.lose(1)
+        ranks.run()
+        assert len(ranks.moved) > 1
+    assert min(ranks.generated.values()) > NEW_TOKENS // 2
+    assert [ranks.tokens[str(i)] for i in range(len(family.prompts))] == family.wanted

@@ -48,19 +48,21 @@ def serve_forks(line: socket.socket) -> Main | None:
         may_go, lets_go = os.pipe()
         middle = os.fork()
         if middle == 0:
-            child = os.fork()
-            if child != 0:
-                os.write(tells_pid, b"%d" % child)
+            if os.fork() != 0:
                 os._exit(0)
+            # Who knows its number may signal it, and start others in its group.
             _join_group(request)
+            _heed_signals()
+            os.write(tells_pid, b"%d" % os.getpid())
             os.close(lets_go)
             os.read(may_go, 1)
             line.detach()
             return _become(request, fds)
         os.waitpid(middle, 0)
-        pid = os.read(told_pid, 64)
         # From here on its parent is who asked for it.
-        for fd in (told_pid, tells_pid, may_go, lets_go, *fds):
+        os.close(tells_pid)
+        pid = os.read(told_pid, 64)
+        for fd in (told_pid, may_go, lets_go, *fds):
             os.close(fd)
         line.send(pid)
 
@@ -74,9 +76,6 @@ def _join_group(request: dict) -> None:
 
 def _become(request: dict, fds: list[int]) -> Main:
     _take_fds(dict(zip(request["targets"], fds, strict=True)))
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -106,6 +105,12 @@ def ignore_signals() -> None:
     """Those of a terminal or a group are meant for the others."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+
+
+def _heed_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from transport.model_files import ModelError
 from workers.contract import ModelLoadError
 from workers.models.deepseek_v41.config.config_file import read_config
 from workers.models.deepseek_v41.engram.hashing import BORDER, EngramHash, hash_constants
@@ -131,7 +132,7 @@ def test_a_directory_with_a_tokenizer_only(tmp_path):
     [
         ("other.json", "", "no tokenizer.json"),
         ("tokenizer.json", "{}", "tokenizer.json cannot be read"),
-        ("engram_token_map.json", "[", "cannot be read as JSON"),
+        ("engram_token_map.json", "[", "is not valid JSON"),
         ("engram_token_map.json", "[0, 1]", "list of 256"),
         ("engram_token_map.json", json.dumps([97] * 256), "below 97"),
         (
@@ -143,5 +144,5 @@ def test_a_directory_with_a_tokenizer_only(tmp_path):
 )
 def test_a_directory_without_a_usable_map_is_refused(tmp_path, name, text, said):
     (tmp_path / name).write_text(text)
-    with pytest.raises(ModelLoadError, match=said):
+    with pytest.raises(ModelError, match=said):
         load_token_map(tmp_path, CONFIG)

@@ -28,7 +28,7 @@ from workers.attention.triton.paged_prefill import (
     NO_WINDOW,
     TILE_ROWS,
     TILE_WORDS,
-    are_aligned,
+    can_copy_in_bulk,
 )
 from workers.contract import PAGE_TOKENS
 
@@ -48,7 +48,7 @@ def is_covered(query: Tensor, keys: Tensor, values: Tensor) -> bool:
         and query.dtype in _TYPES
         and keys.dtype == query.dtype
         and max(keys.shape[3], values.shape[3]) <= _LARGEST_DIM
-        and are_aligned(keys, values)
+        and can_copy_in_bulk(keys, values)
     )
 
 

@@ -22,6 +22,8 @@ from workers.contract import PAGE_TOKENS
 _ITEM_WORDS: Final = 8
 _ITEMS_PER_PROGRAM: Final = 32
 _NO_WINDOW: Final = 1 << 30
+_BUFFERS_BYTES: Final = 72 << 10
+"""Of shared memory for keys and values under way; three programs then share a multiprocessor of an H200."""
 _COMBINED_FLOATS: Final = 8192
 """Floats of partial results that a program combines at a time."""
 
@@ -173,9 +175,6 @@ def paged_decode(
     block_table: Tensor,
     plan: DecodePlan,
     options: AttentionOptions,
-    *,
-    num_warps: int = 4,
-    num_stages: int = 3,
 ) -> Tensor:
     """Attention of one token for each sequence over all of its keys. Only enqueues work.
 
@@ -197,6 +196,7 @@ def paged_decode(
     out = torch.empty(batch, heads, value_dim, dtype=query.dtype, device=query.device)
     partials = torch.empty(count, heads, value_dim, dtype=torch.float32, device=query.device)
     stats = torch.empty(count, heads, 2, dtype=torch.float32, device=query.device)
+    block_bytes = plan.key_block * (dim + value_dim) * keys.element_size()
     group_block = triton.next_power_of_2(group)
     value_block = max(16, triton.next_power_of_2(value_dim))
     _decode_kernel[(kv_heads, count)](
@@ -229,8 +229,8 @@ def paged_decode(
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         BLOCK_DV=value_block,
         BLOCK_P=max(1, min(32, _COMBINED_FLOATS // (group_block * value_block))),
-        num_warps=num_warps,
-        num_stages=num_stages,
+        num_warps=4,
+        num_stages=3 if 2 * block_bytes <= _BUFFERS_BYTES else 2,
     )
     return out
 

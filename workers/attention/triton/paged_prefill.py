@@ -25,7 +25,7 @@ TILE_ROWS: Final = 128
 TILE_WORDS: Final = 4
 NO_WINDOW: Final = 1 << 30
 _BULK_COPY_ALIGNMENT: Final = 16
-"""Bytes to which the GPU's copy engine wants addresses and strides aligned."""
+"""Bytes to which the engine wants addresses and strides aligned."""
 
 
 class TileShape(NamedTuple):
@@ -38,11 +38,21 @@ class TileShape(NamedTuple):
 
 
 def choose_tile_shape(query: Tensor, keys: Tensor, values: Tensor) -> TileShape:
+    dim = max(keys.shape[3], values.shape[3])
+    much = _has_much_shared_memory(query.device)
     if query.dtype == torch.float32 or keys.dtype != query.dtype:
-        return TileShape(32, 32, 4, 2)
-    if max(keys.shape[3], values.shape[3]) > 128:
-        return TileShape(128, 64, 8, 2)
-    return TileShape(64, 64, 4, 3)
+        return TileShape(32, 32, 4, 2) if much or dim <= 128 else TileShape(32, 16, 8, 2)
+    if not much:
+        return TileShape(64, 32, 4, 2)
+    return TileShape(64, 64, 4, 3) if dim <= 128 else TileShape(128, 64, 8, 2)
+
+
+def _has_much_shared_memory(device: torch.device) -> bool:
+    """Whether it is one of the large GPUs, with 160 KiB or more a multiprocessor, and not 100."""
+    if device.type != "cuda":
+        return True
+    major, minor = torch.cuda.get_device_capability(device)
+    return (major, minor) == (8, 0) or major in (9, 10)
 
 
 def list_tiles(segments: Iterable[Segment]) -> IntArray:
@@ -97,7 +107,7 @@ def paged_prefill(
     dim_block = max(16, triton.next_power_of_2(dim))
     value_block = max(16, triton.next_power_of_2(value_dim))
     bulk = bulk_copies and keys.dtype == query.dtype and query.element_size() == 2
-    bulk = bulk and are_aligned(keys, values)
+    bulk = bulk and can_copy_in_bulk(keys, values)
     _prefill_kernel[(heads, len(tiles) // TILE_WORDS, TILE_ROWS // shape.rows)](
         query,
         _describe(keys, shape.keys, dim_block) if bulk else keys,
@@ -132,8 +142,10 @@ def paged_prefill(
     return out
 
 
-def are_aligned(keys: Tensor, values: Tensor) -> bool:
-    """Whether the GPU's copy engine can read these pages."""
+def can_copy_in_bulk(keys: Tensor, values: Tensor) -> bool:
+    """Whether the GPU has an engine that copies tiles to shared memory, and it can read these pages."""
+    if keys.is_cuda and torch.cuda.get_device_capability(keys.device)[0] < 9:
+        return False
     return all(
         pages.data_ptr() % _BULK_COPY_ALIGNMENT == 0
         and all(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
@@ -25,11 +24,12 @@ def load_progress(
 
     Where there is no terminal, `report` gets a line of text now and then.
     """
-    if not sys.stderr.isatty():
+    console = Console(stderr=True)
+    if not console.is_terminal:
         yield _Lines(title, report)
         return
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

@@ -74,19 +74,17 @@ def _is_wanted(mutant: Mutant, only: Sequence[str] | None) -> bool:
 
 
 def _try(mutants: list[Mutant], jobs: int, console: Console) -> list[Verdict]:
-    files = sorted({file for mutant in mutants for file in mutant.tests})
+    tests = {test for mutant in mutants for test in mutant.tests}
     preload()
     verdicts: list[Verdict] = []
     with tempfile.TemporaryDirectory(prefix="di-mutants-") as folder:
         bench = Bench(ROOT, Path(folder), jobs)
-        console.print(
-            f"{len(files)} test files as they are, {len(mutants)} mutants, {jobs} at a time"
-        )
+        console.print(f"the tests as they are, then {len(mutants)} mutants, {jobs} at a time")
 
         def tell(file: str, ended: Ended) -> None:
             console.print(f"{ended.seconds:6.1f} s  {file}", markup=False)
 
-        bench.try_unmutated(files, tell)
+        bench.try_unmutated(tests, tell)
         for verdict in bench.try_mutants(mutants):
             verdicts.append(verdict)
             said = verdict.ended.noticed_by if verdict.killed else "SURVIVED"

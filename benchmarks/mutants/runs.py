@@ -58,17 +58,21 @@ class Bench:
         self._seconds: dict[str, float] = {}
         copy_checkout(root, self._trees[0])
 
-    def try_unmutated(self, files: Iterable[str], tell: Callable[[str, Ended], None]) -> None:
-        """Run each test file once, as it is. What it compiles is kept for the mutants.
+    def try_unmutated(self, tests: Iterable[str], tell: Callable[[str, Ended], None]) -> None:
+        """Run all tests once as they are, file by file. What that compiles is kept for the mutants.
 
         Raises:
             BrokenTestsError: one fails.
         """
 
-        def start(tree: Path, file: str, log: Path, _: contextlib.ExitStack) -> TestFork:
-            return TestFork(tree, [file], log, keeps_bytecode=True)
+        by_file: dict[str, list[str]] = {}
+        for test in sorted(set(tests)):
+            by_file.setdefault(_file_of(test), []).append(test)
 
-        limits = dict.fromkeys(files, UNMUTATED_SECONDS)
+        def start(tree: Path, file: str, log: Path, _: contextlib.ExitStack) -> TestFork:
+            return TestFork(tree, by_file[file], log, keeps_bytecode=True)
+
+        limits = dict.fromkeys(by_file, UNMUTATED_SECONDS)
         # All in the first tree: they change nothing there but compiled modules, which the others get too.
         first = [self._trees[0]] * len(self._trees)
         for file, ended in self._run(limits, first, start):
@@ -93,7 +97,9 @@ class Bench:
             yield Verdict(mutant, ended)
 
     def _limit(self, mutant: Mutant) -> float:
-        return max(LEAST_SECONDS, PATIENCE * sum(self._seconds[file] for file in mutant.tests))
+        return max(
+            LEAST_SECONDS, PATIENCE * sum(self._seconds[_file_of(test)] for test in mutant.tests)
+        )
 
     def _run(
         self,
@@ -119,6 +125,10 @@ class Bench:
             for job in running.values():
                 job.fork.end(is_late=True)
                 job.undo.close()
+
+
+def _file_of(test: str) -> str:
+    return test.partition("::")[0]
 
 
 def _ended(running: dict[int, _Job[T]]) -> Iterator[tuple[T, Ended]]:

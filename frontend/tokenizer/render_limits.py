@@ -1,6 +1,6 @@
 """What a chat template may take: it is a program, and a client has a say in what it works on.
 
-Measured and refused within the process, for microseconds a prompt. A single operation that takes long is
+Measured and refused within the process, for some 40 µs a prompt. A single operation that takes long is
 interrupted where Python looks for signals, as its arithmetic does; otherwise the limit on memory bounds it.
 """
 

@@ -156,6 +156,20 @@ def test_a_body_that_grows_too_large_is_refused(serve):
     assert request_http(server, "POST", CHAT, b" " * 100_001).status == 413
 
 
+def test_a_body_is_bounded_as_a_whole_however_its_pieces_come():
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": b" " * 60, "more_body": True}
+
+    async def run() -> None:
+        with BodyBudget(1 << 20, 1).share() as share:
+            headers = {b"content-type": b"application/json"}
+            await read_body(headers, receive, BodyLimits(100, 60.0), share)
+
+    with pytest.raises(ApiError, match="larger than 100 bytes") as caught:
+        asyncio.run(run())
+    assert caught.value.status == 413
+
+
 def test_slow_bodies_and_heads_time_out(serve):
     server = serve(body_seconds=0.3)
     assert talk(server, head(b"Content-Length: 50") + b"{").startswith(b"HTTP/1.1 408")

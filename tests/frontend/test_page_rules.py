@@ -35,6 +35,7 @@ def use_keys(server) -> None:
         ({"Origin": "null"}, 403, "origin_not_allowed", "--cors-origin"),
         ({"Origin": "http://localhost:3000"}, 403, "origin_not_allowed", "--cors-origin"),
         ({"Host": "evil.example:8888"}, 421, "unknown_host", "--host"),
+        ({"Host": "evil-localhost"}, 421, "unknown_host", "--host"),
         ({"Host": "localhost.evil.example"}, 421, "unknown_host", "--host"),
         ({"Host": "[::1", "Origin": "http://[::1"}, 421, "unknown_host", "--host"),
     ],

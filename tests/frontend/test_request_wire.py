@@ -28,6 +28,7 @@ from frontend.api.openai_conversation import (
 from frontend.conversation import Conversation, Message, ToolCall
 from frontend.generation.request import GenerationRequest, ModelLimits, Prompt
 from frontend.tokenizer.chat_template import ChatTemplate
+from frontend.tokenizer.chat_template_files import TemplateSource
 from frontend.tokenizer.load import TokenizerFiles
 from tests.support.frontend import Script, request_http
 from transport.messages.generate import Generate, SamplingParams
@@ -166,7 +167,9 @@ def test_every_field_of_a_chat_arrives(send):
     body = body_of(CHAT)
     submit, frame = send("/v1/chat/completions", body)
     conversation = msgspec.json.decode(frame, type=Conversation)
-    files = TokenizerFiles(Path(), Tokenizer(models.BPE()), {"default": TEMPLATE}, {})
+    files = TokenizerFiles(
+        Path(), Tokenizer(models.BPE()), {"default": TemplateSource(TEMPLATE, Path("test"))}, {}
+    )
     # The last message is not one that can go on: the template writes nothing of it as it is.
     template_input = json.loads(
         ChatTemplate(files).render(replace(conversation, continue_final_message=False)).text

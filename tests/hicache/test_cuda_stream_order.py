@@ -188,6 +188,17 @@ def test_a_step_that_writes_elsewhere_does_not_wait_for_a_store():
     assert not machine.engine.work, "a store that is over is forgotten"
 
 
+def test_a_load_does_not_overwrite_what_is_being_stored():
+    machine = Machine()
+    machine.device[1], machine.host[3] = 7, 9
+    machine.copier.store(np.array([1], np.int32), np.array([0], np.int32))
+    machine.copier.load(np.array([1], np.int32), np.array([3], np.int32))
+    machine.run([0] * 5 + [1] * 5)  # the loads get as far as they may before any store
+    machine.finish()
+    assert (machine.host[0] == 7).all()
+    assert (machine.device[1] == 9).all()
+
+
 @pytest.mark.parametrize("direction", ["load", "store"])
 def test_the_time_of_a_copy_is_not_that_of_the_step_before_it(direction):
     machine = Machine()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import msgspec
 import pytest
 import zmq
 
+from tests.support.waiting import eventually
 from transport.child import ProcessSettings
 from transport.framing import decode_header
 from transport.ids import ProcessName
@@ -20,7 +23,7 @@ from transport.messages.any import ANY_MESSAGE
 from transport.messages.base import PROTOCOL_VERSION, Hello, Refused, Welcome
 from transport.messages.control import DumpStacks, SetLogLevel
 from transport.messages.from_daemon import Answer, PeerLost
-from transport.messages.telemetry import Snapshot
+from transport.messages.telemetry import RequestRow, Snapshot
 from transport.messages.to_daemon import SNAPSHOTS, CommandDone, FatalError, Query, StateChanged
 from transport.sockets import RouterSocket
 from transport.stacks import ThreadStack
@@ -170,6 +173,29 @@ def test_the_reason_of_an_end_arrives_though_the_process_closes_at_once(daemon, 
     link.close()
     link.close()
     assert daemon.take() == FatalError("the model is gone")
+
+
+def test_what_is_said_amid_the_last_turn_arrives_too(daemon, make_link):
+    link = make_link(connect_seconds=0.1)
+    said = threading.Event()
+
+    def request_rows() -> list[RequestRow]:
+        """On the link's thread, after it has sent what was queued."""
+        if not said.is_set():
+            link.fatal("the model is gone")
+            said.set()
+            eventually(lambda: link._closing)
+        return []
+
+    link.watch(request_rows=request_rows)
+    with ThreadPoolExecutor(1) as pool:
+        started = pool.submit(link.start, hear(link))
+        daemon.take()
+        assert said.wait(SECONDS)
+        link.close()
+        assert daemon.take() == FatalError("the model is gone")
+        with contextlib.suppress(LinkError):
+            started.result(SECONDS)
 
 
 def test_a_message_that_cannot_be_read_does_not_cut_the_line(daemon, make_link):

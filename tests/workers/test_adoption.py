@@ -156,6 +156,24 @@ def test_an_adopted_sequence_decodes_in_the_next_step_and_is_not_started_again()
     assert scheduler.counts.prompt_steps == 0
 
 
+def test_an_adopted_sequence_that_is_computed_again_is_not_reported_as_started():
+    """The client was told of its start, and of what was cached, where its prompt was computed."""
+    engine = make_engine(max_num_seqs=1)
+    scheduler = Scheduler(engine.info, 64, 1)
+    mine = sequence(0, list(range(20)), 5)
+    assert scheduler.reserve(mine)
+    got = [scheduler.adopt(mine, receive(engine, mine)).token, *decode_once(engine, scheduler)]
+    scheduler.add(sequence(1, [3], 2, priority=-1))
+    started = []
+    while (step := scheduler.next_step()) is not None:
+        started += step.started
+        step.launched = engine.launch(step.plan)
+        got += [row.token for row in scheduler.collect().rows if row.sequence is mine]
+    assert scheduler.counts.preemptions == 1
+    assert [other.key[0] for other in started] == ["r1"]
+    assert got == simulate(list(range(20)), 5)
+
+
 @pytest.mark.parametrize(
     ("sampling", "finish"),
     [({"output": 1}, FINISH_LENGTH), ({"output": 5, "stop_token_ids": (9,)}, FINISH_STOP)],

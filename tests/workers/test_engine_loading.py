@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,13 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Phi3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    Phi3Config,
+    PreTrainedConfig,
+)
 
 from tests.support import engines
 from transport.messages.generate import SamplingParams
@@ -242,18 +249,31 @@ def test_small_cache_shortens_the_context(
     assert "one page" in refusal(llama_dir, kv_cache_gb=0.5 * page / 1e9)
 
 
-def test_longer_sequences_do_not_change_shorter_ones(tmp_path: Path) -> None:
-    """A model with run-time rope scaling gives a short prompt the same token in any company."""
+def longrope() -> PreTrainedConfig:
     factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-    config = Phi3Config(
+    return Phi3Config(
         **SMALL,
         initializer_range=0.3,
         original_max_position_embeddings=64,
         rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, **factors},
     )
+
+
+def dynamic_rope() -> PreTrainedConfig:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    shape = {**SMALL, "max_position_embeddings": 64}
+    return LlamaConfig(**shape, initializer_range=0.3, rope_parameters=rope)
+
+
+@pytest.mark.parametrize("make_config", [longrope, dynamic_rope])
+def test_longer_sequences_do_not_change_shorter_ones(
+    tmp_path: Path, make_config: Callable[[], PreTrainedConfig]
+) -> None:
+    """A model with run-time rope scaling gives a short prompt the same token in any company."""
+    config = make_config()
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
-    engine = open_engine(tmp_path, max_num_seqs=2)
+    engine = open_engine(tmp_path, max_num_seqs=2, max_model_len=512)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=3)
     random = torch.Generator().manual_seed(3)
 

@@ -109,6 +109,16 @@ def test_weights_identity_sees_content(tmp_path: Path) -> None:
     assert identities[0] == identities[1] != identities[2]
 
 
+def test_weights_identity_sees_a_change_far_behind_the_beginning(tmp_path: Path) -> None:
+    identities = []
+    for value in (1.0, 2.0):
+        weights = torch.ones(300, 300)
+        weights[250:] = value
+        save_file({"w": weights}, tmp_path / "model.safetensors")
+        identities.append(weights_identity(tmp_path))
+    assert identities[0] != identities[1]
+
+
 def test_plan_reduces_the_context_to_what_fits(caplog: pytest.LogCaptureFixture) -> None:
     plan = plan_pool(10 * 1000, 1000, 128, max_model_len=4096, max_num_seqs=4)
     assert (plan.num_pages, plan.max_model_len) == (10, 1280)

@@ -298,3 +298,30 @@ def test_a_store_does_not_write_to_what_a_load_still_reads(make_rank, window, ke
     assert rank.cached_of(1)[0] > 0
     assert rank.tokens_of(1) == rank.tokens_of(0) == rank.simulate(prompt, 1)
     rank.check_rest()
+
+
+@pytest.mark.parametrize(("window", "keep"), [(0, 0), (5, 11)])
+def test_a_step_does_not_write_to_what_a_store_still_reads(make_rank, window, keep):
+    rank = make_rank(window, keep, num_pages=8, delay=40, budget=100)
+    prompt = [4] * 50
+    rank.add(0, prompt, 1)
+    rank.turn()
+    assert rank.transfers.num_open and not rank.scheduler.blocks.pages_used
+    rank.add(1, [5] * 50, 1)  # there is room for it only where the first one was
+    rank.run()
+    rank.add(2, prompt, 1)
+    rank.run()
+    assert rank.cached_of(2)[0] > 0
+    assert rank.tokens_of(2) == rank.tokens_of(0) == rank.simulate(prompt, 1)
+    rank.check_rest()
+
+
+def test_all_copies_that_have_arrived_end_at_once(make_rank):
+    rank = make_rank(5, 11, budget=200)
+    for number in range(3):
+        rank.add(number, [number] * 50, 1)
+    step = rank.scheduler.next_step()
+    assert len(step.plan.stores) == 3
+    rank.engine.launch(step.plan)
+    rank.transfers.store(step.plan.stores)
+    assert rank.transfers.num_open == 0

@@ -59,7 +59,7 @@ class Model(NamedTuple):
 
 def check_preempted(answers: Answers) -> None:
     assert answers.preemptions > 0, "the pool was large enough: nothing was tested"
-    assert answers.recomputed > 0, "nobody gave way who had begun to answer"
+    assert answers.recomputed > 5, "nobody gave way who had answered some"
 
 
 # ---- the default model -----------------------------------------------------------------------------
@@ -101,8 +101,8 @@ def test_smollm2_equals_generate_where_sequences_are_preempted(smollm2):
 
 # ---- every family ----------------------------------------------------------------------------------
 
-LENGTHS = (5, 120, 127, 128, 129, 300)
-"""All windows are shorter than the longest."""
+LENGTHS = (5, 112, 115, 118, 129, 300)
+"""All windows are shorter than the longest. Three reach a page border amid their answers."""
 SHARED = 256
 """Tokens of the longest prompt that another one begins with."""
 
@@ -147,7 +147,7 @@ def test_a_family_equals_generate_where_sequences_are_preempted(family):
 def test_a_family_equals_generate_from_cached_prefixes(family):
     """Copies end late, sequences are preempted and start again from what they stored, and the cache has
     not room for all."""
-    with open_late_prefix_cache(family.engine, host_pages=3) as cache:
+    with open_late_prefix_cache(family.engine, host_pages=2) as cache:
         first = family.run(chunk=50, num_pages=8, stagger=2, prefixes=cache)
         check_preempted(first)
         assert first.cached[-1] == SHARED

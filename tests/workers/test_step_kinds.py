@@ -223,3 +223,16 @@ def test_a_draft_does_not_outlive_its_sequences(make_rank):
     with pytest.raises(ValueError, match="its sequences changed"):
         rank.scheduler.commit(draft)
     assert RequestId("r0") not in rank.got
+
+
+def test_a_dropped_chunk_makes_nobody_wait_for_its_prompt(make_rank):
+    """Who begins alike waits where less is left to compute than it would save, and all is left here."""
+    rank = make_rank(budget=100)
+    common = [1, 2, 3, 4, 5, 6, 7, 8] * 3
+    rank.add(0, [*common, *range(9, 20)] * 2, 1)
+    draft = rank.scheduler.fill(StepKind.PROMPT)
+    assert [row.stop for row in draft.rows] == [70]
+    rank.scheduler.drop(draft)
+    rank.add(1, [*common, 9], 1, priority=-1)
+    draft = rank.scheduler.fill(StepKind.PROMPT)
+    assert [row.sequence.key[0] for row in draft.rows] == ["r1", "r0"]

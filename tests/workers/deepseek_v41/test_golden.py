@@ -62,6 +62,16 @@ def test_a_batch_does_not_change_a_sequence(make_driver, golden):
         last = list(driver.decode(fed))
 
 
+@pytest.mark.parametrize("chunk", [1000, 33])
+def test_what_was_in_the_caches_before_gets_into_no_result(new_driver, golden, chunk):
+    driver, expected = new_driver(), golden("v41_tiny", "golden")
+    with torch.inference_mode():
+        for pool in (driver.caches.pages, driver.caches.states):
+            pool.fill_(0xFF)  # read as numbers: none
+    prompt = driver.prompt(expected["p130.input_ids"])
+    driver.check_golden(expected, "p130", prompt, driver.prefill(prompt, chunk), steps=4)
+
+
 def test_work_cut_into_pieces_to_bound_memory_is_the_same(make_driver, golden, monkeypatch):
     monkeypatch.setattr(indexer, "_PRODUCT_ELEMENTS", 5000)
     monkeypatch.setattr(indexer, "_SCORE_ELEMENTS", 3000)

@@ -20,7 +20,7 @@ def fail(error: Exception):
 
 def test_each_step_yields_its_own_tokens_once():
     seen = []
-    runner = StepRunner(CPU, 1, seen.append)
+    runner = StepRunner(CPU, 1, 4, seen.append)
     first = runner.launch(7, lambda: ([3], sampled(11)))
     second = runner.launch(8, lambda: ([], sampled()))
     assert first.is_done() and second.is_done()
@@ -34,7 +34,7 @@ def test_each_step_yields_its_own_tokens_once():
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_no_more_run_than_may(depth):
-    runner = StepRunner(CPU, depth)
+    runner = StepRunner(CPU, depth, 4)
     steps = [runner.launch(number, lambda: ([], sampled())) for number in range(depth + 1)]
     with pytest.raises(EngineError, match="collect one"):
         runner.launch(9, lambda: pytest.fail("it must not run"))
@@ -43,7 +43,7 @@ def test_no_more_run_than_may(depth):
 
 
 def test_gradients_are_off():
-    runner = StepRunner(CPU, 0)
+    runner = StepRunner(CPU, 0, 4)
     step = runner.launch(0, lambda: ([], sampled(int(torch.is_inference_mode_enabled()))))
     assert step.collect().tokens.tolist() == [1]
 
@@ -57,7 +57,7 @@ def test_gradients_are_off():
     ],
 )
 def test_a_failure_is_told_and_leaves_no_step(error, words):
-    runner = StepRunner(CPU, 0)
+    runner = StepRunner(CPU, 0, 4)
     with pytest.raises(EngineError, match=words):
         runner.launch(5, lambda: fail(error))
     runner.launch(6, lambda: ([], sampled()))

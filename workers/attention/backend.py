@@ -28,6 +28,13 @@ class AttentionBackend(LayerAttention, Protocol):
     outside the graph.
     """
 
+    @property
+    def captures_decodes(self) -> bool:
+        """Whether `prepare` puts nothing for a decode step, and a graph that captured one replays for any
+        sequences and lengths. Rows at position -1 are then left out.
+        """
+        ...
+
     def prepare(self, batch: Batch, upload: StepUpload) -> None:
         """Note what the host needs for the step, and put in `upload` what the device needs beyond
         `BatchTensors`.

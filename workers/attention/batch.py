@@ -68,7 +68,7 @@ class BatchTensors:
     token_ids: Tensor
     """int64 [T]."""
     positions: Tensor
-    """int64 [T]."""
+    """int64 [T]. -1: a row that pads a decode step, which belongs to no sequence and yields nothing."""
     row_slots: Tensor
     """int64 [T]: the slot of each row's sequence."""
     slots: Tensor
@@ -76,4 +76,4 @@ class BatchTensors:
     logit_rows: Tensor
     """int64 [R]."""
     block_table: Tensor
-    """int32 [max_num_seqs, max_pages]: covers all slots and includes the pages of this step."""
+    """int32 [slots, max_pages]: covers all slots and includes the pages of this step."""

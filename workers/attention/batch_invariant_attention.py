@@ -18,6 +18,8 @@ from workers.contract import PAGE_TOKENS
 class BatchInvariantAttention:
     """Implements `AttentionBackend` on a CPU, tile by tile."""
 
+    captures_decodes = False
+
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self._batch: Batch | None = None

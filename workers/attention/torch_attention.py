@@ -25,6 +25,8 @@ class TorchAttention:
     only the device needs to know their lengths.
     """
 
+    captures_decodes = False
+
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self._batch: Batch | None = None

@@ -45,4 +45,6 @@ def create_engine(settings: EngineSettings, observer: LoadObserver) -> ModelEngi
 
     info = size_pools(settings, info, device, open_trial, observer.report)
     with allocating_pools(info, device):
-        return open_engine(info, loaded.close)
+        engine = open_engine(info, loaded.close)
+        engine.capture_decodes(observer.report)
+        return engine

@@ -8,13 +8,15 @@ the result.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from hicache.copies.cache_copies import DeviceCache
 from hicache.copies.cuda.rows import tensor_rows
-from workers.contract import EngineError, EngineInfo, StepPlan
+from workers.contract import DecodeRow, EngineError, EngineInfo, StepPlan
+from workers.engine.decode_graphs import DecodeGraphs, DecodeOutput, padded_sizes
 from workers.engine.memory_plan import pages_for
 from workers.engine.running_step import RunningStep, StepRunner
 from workers.engine.slot_tables import SlotTables
@@ -36,6 +38,26 @@ class _Parts:
         self.buffers = StepBuffers(
             device, info.pipeline_depth, max_batched_tokens, info.max_num_seqs, max_pages
         )
+        self.graphs = DecodeGraphs()
+
+
+def _padding_step(parts: _Parts, size: int) -> Callable[[], DecodeOutput]:
+    """Ready a decode step that consists of padding rows alone."""
+    plan = StepPlan(0, decodes=(DecodeRow(parts.tables.spare, -1),) * size)
+    parts.buffers.begin()
+    update = parts.tables.prepare(plan, parts.buffers)
+    parts.model.prepare(update.batch, parts.buffers)
+    parts.buffers.send()
+
+    def compute() -> DecodeOutput:
+        tensors = parts.tables.advance(update)
+        logits = parts.model.forward(tensors)
+        assert logits is not None
+        tokens = logits.argmax(-1)
+        parts.tables.last_token[tensors.slots] = tokens
+        return DecodeOutput(logits, tokens)
+
+    return compute
 
 
 class ModelEngine:
@@ -54,7 +76,7 @@ class ModelEngine:
         self._on_close = on_close
         self._device = device
         self._parts: _Parts | None = _Parts(model, info, device, max_batched_tokens)
-        self._runner = StepRunner(device, info.pipeline_depth, self._collected)
+        self._runner = StepRunner(device, info.pipeline_depth, info.max_num_seqs, self._collected)
 
     @property
     def info(self) -> EngineInfo:
@@ -69,11 +91,21 @@ class ModelEngine:
         parts = self._open()
         return self._runner.launch(plan.step, lambda: self._compute(parts, plan))
 
+    def capture_decodes(self, report: Callable[[str], None]) -> None:
+        """Make decode steps fast, where the model and the device allow it. Call it before the first step."""
+        parts = self._open()
+        if self._device.type != "cuda" or not parts.model.captures_decodes:
+            return
+        sizes = padded_sizes(self._info.max_num_seqs)
+        with torch.inference_mode():
+            parts.graphs.capture(sizes, partial(_padding_step, parts), report)
+
     def _compute(self, parts: _Parts, plan: StepPlan) -> tuple[list[int], SampledTokens]:
         if not plan.prompts and not plan.decodes:
             return [], SampledTokens(parts.tables.last_token[:0], [], [])
         parts.buffers.begin()
-        update = parts.tables.prepare(plan, parts.buffers)
+        padded = 0 if plan.is_prompt else parts.graphs.padded(len(plan.decodes))
+        update = parts.tables.prepare(plan, parts.buffers, padded_to=padded)
         segments, rows = update.batch.segments, update.batch.logit_rows
         parts.model.prepare(update.batch, parts.buffers)
         slots = [segments[row.segment].slot for row in rows]
@@ -82,8 +114,16 @@ class ModelEngine:
             plan.prompts + plan.arrivals, slots, [row.position + 1 for row in rows], parts.buffers
         )
         parts.buffers.send()
-        logits = parts.model.forward(parts.tables.apply(update))
-        sampled = parts.sampler.sample(sampling, logits)
+        if padded:
+            parts.tables.apply_changes(update)
+            output = parts.graphs.replay(padded)
+            if sampling.only_greedy:
+                return slots, SampledTokens(output.tokens[: len(slots)], [], [])
+            sampled = parts.sampler.sample(sampling, output.logits[: len(slots)])
+        else:
+            sampled = parts.sampler.sample(
+                sampling, parts.model.forward(parts.tables.apply(update))
+            )
         if slots:
             parts.tables.last_token[sampling.slots.long()] = sampled.tokens
         return slots, sampled

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from workers.contract import EngineError, StepResult
 from workers.sampling.sampler import SampledTokens
@@ -56,12 +57,21 @@ class StepRunner:
         self,
         device: torch.device,
         depth: int,
+        max_num_seqs: int,
         on_collect: Callable[[RunningStep], None] = lambda _step: None,
     ) -> None:
         self._device = device
         self._depth = depth
         self._on_collect = on_collect
         self._num_running = 0
+        self._turn = 0
+        self._landing: list[Tensor] = []
+        """Page-locked memory for token ids: one piece for each step that may run, and one that is read."""
+        if device.type == "cuda":
+            shape = (max_num_seqs,)
+            self._landing = [
+                torch.zeros(shape, dtype=torch.int64, pin_memory=True) for _ in range(depth + 2)
+            ]
 
     def launch(
         self, number: int, compute: Callable[[], tuple[list[int], SampledTokens]]
@@ -79,7 +89,8 @@ class StepRunner:
             slots, sampled = compute()
             done = None
             if self._device.type == "cuda":
-                sampled = sampled.to_host()
+                self._turn = (self._turn + 1) % len(self._landing)
+                sampled = sampled.to_host(self._landing[self._turn])
                 done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 done.record()
         self._num_running += 1

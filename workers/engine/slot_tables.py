@@ -57,24 +57,36 @@ class TableUpdate:
 
 
 class SlotTables:
-    """Block table, length and last token of every slot."""
+    """Block table, length and last token of every slot, and of a spare one for padding rows.
+
+    The spare slot's length stays -1, so its rows have a position that no sequence has.
+    """
 
     def __init__(self, max_num_seqs: int, max_pages: int, device: torch.device) -> None:
-        self.block_table = torch.zeros(max_num_seqs, max_pages, dtype=torch.int32, device=device)
-        self.lengths = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        slots = max_num_seqs + 1
+        self.spare = max_num_seqs
+        self.block_table = torch.zeros(slots, max_pages, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(slots, dtype=torch.int64, device=device)
         """Tokens of the slot's sequence whose KV is in the pool."""
-        self.last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.last_token = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._advance = torch.ones(slots, dtype=torch.int64, device=device)
+        """What a decode adds to each length."""
+        self.lengths[self.spare :] = -1
+        self._advance[self.spare :] = 0
 
     def prepare(
-        self, plan: StepPlan, upload: StepUpload, *, every_row: bool = False
+        self, plan: StepPlan, upload: StepUpload, *, every_row: bool = False, padded_to: int = 0
     ) -> TableUpdate:
         """Do the host's part of a step, which must not be empty.
 
-        `every_row` asks for the logits of all rows from `replay_from` on, not only of the sampled ones.
+        Args:
+            every_row: ask for the logits of all rows from `replay_from` on, not only of the sampled ones.
+            padded_to: the least number of rows of a decode step. Rows of the spare slot fill it up; the
+                host's batch does not mention them.
         """
         if plan.is_prompt:
             return self._prepare_prompts(plan, upload, every_row)
-        return self._prepare_decodes(plan, upload)
+        return self._prepare_decodes(plan, upload, padded_to)
 
     def _prepare_prompts(self, plan: StepPlan, upload: StepUpload, every_row: bool) -> TableUpdate:
         chunks = plan.prompts
@@ -115,14 +127,15 @@ class SlotTables:
             block_tables=_put_block_tables(chunks, upload),
         )
 
-    def _prepare_decodes(self, plan: StepPlan, upload: StepUpload) -> TableUpdate:
+    def _prepare_decodes(self, plan: StepPlan, upload: StepUpload, padded_to: int) -> TableUpdate:
         segments = tuple(
             Segment(row.slot, i, row.position, 1) for i, row in enumerate(plan.decodes)
         )
         logit_rows = tuple(LogitRow(i, s.start) for i, s in enumerate(segments))
         batch = Batch(plan, segments, logit_rows)
-        slots = upload.put(np.array([row.slot for row in plan.decodes], np.int32))
-        rows = upload.put(np.arange(len(segments), dtype=np.int32))
+        padding = [self.spare] * max(0, padded_to - len(segments))
+        slots = upload.put(np.array([row.slot for row in plan.decodes] + padding, np.int32))
+        rows = upload.put(np.arange(len(slots), dtype=np.int32))
         # Last, as their sizes vary from step to step.
         arrivals = new_pages = None
         if plan.arrivals:
@@ -146,6 +159,11 @@ class SlotTables:
 
     def apply(self, update: TableUpdate) -> BatchTensors:
         """Bring the tables up to date on the device. Call it once the upload is sent."""
+        self.apply_changes(update)
+        return self.advance(update)
+
+    def apply_changes(self, update: TableUpdate) -> None:
+        """Enter block tables that are new or grew, and sequences that arrive."""
         for slot, table in update.block_tables:
             self.block_table[slot, : len(table)] = table
         if update.arrivals is not None:
@@ -155,6 +173,12 @@ class SlotTables:
         if update.new_pages is not None:
             grown = update.new_pages
             self.block_table[grown.slots.long(), grown.blocks.long()] = grown.pages
+
+    def advance(self, update: TableUpdate) -> BatchTensors:
+        """Count the step's tokens and return its rows.
+
+        For decodes it reads `update.slots` and `update.logit_rows` alone, so a graph can capture it.
+        """
         slots = update.slots.long()
         if update.prompts is not None:
             token_ids, positions = update.prompts.token_ids.long(), update.prompts.positions.long()
@@ -162,7 +186,7 @@ class SlotTables:
             self.lengths[slots] = update.prompts.ends.long()
         else:
             token_ids, positions, row_slots = self.last_token[slots], self.lengths[slots], slots
-            self.lengths[slots] = positions + 1
+            self.lengths[slots] = positions + self._advance[slots]
         return BatchTensors(
             token_ids=token_ids,
             positions=positions,

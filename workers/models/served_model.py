@@ -34,6 +34,14 @@ class ServedModel(Protocol):
         """Cuts states out and puts them back. None: the model keeps no state beside its pages."""
         ...
 
+    @property
+    def captures_decodes(self) -> bool:
+        """Whether a graph can capture `forward` for a decode step of any sequences, padded or not.
+
+        Then `prepare` puts nothing for decodes, and `forward` leaves out rows at position -1.
+        """
+        ...
+
     def prepare(self, batch: Batch, upload: StepUpload) -> None:
         """Note what the host needs for the step, and put in `upload` what the device needs beyond
         `BatchTensors`.

@@ -84,15 +84,18 @@ class SampledTokens:
     """int64 [rows with logprobs, largest k]."""
     top_logprobs: Tensor | None = None
 
-    def to_host(self) -> SampledTokens:
-        """Copy the tokens to the host. From a GPU they are complete once the work queued so far is done."""
+    def to_host(self, tokens: Tensor) -> SampledTokens:
+        """Copy the tokens to the host. They are complete once the work queued so far is done.
+
+        `tokens` is page-locked memory for the token ids, with room for as many as there are.
+        """
 
         def fetch(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to("cpu", non_blocking=True)
 
         return replace(
             self,
-            tokens=self.tokens.to("cpu", non_blocking=True),
+            tokens=tokens[: len(self.tokens)].copy_(self.tokens, non_blocking=True),
             chosen=fetch(self.chosen),
             top_ids=fetch(self.top_ids),
             top_logprobs=fetch(self.top_logprobs),
@@ -142,6 +145,13 @@ class SamplingInputs:
     parameters: Tensor
     """Their rows of the parameter table, the bits of a float32 each."""
     counted: list[_CountedTokens]
+
+    @property
+    def only_greedy(self) -> bool:
+        """Whether the likeliest tokens are all that the step needs."""
+        work = self.work
+        wanted = (work.random, work.penalised, work.adjusted_rows, work.with_logprobs, self.begun)
+        return not self.counted and not any(len(rows) for rows in wanted)
 
 
 class Sampler:
@@ -239,8 +249,8 @@ class Sampler:
         slots = inputs.slots.long()
         if logits is None or not len(slots):
             return SampledTokens(slots[:0], [], [])
-        raw = logits.float()
         work = inputs.work
+        raw = logits if work.only_random else logits.float()
         processed = raw
         if len(work.penalised):
             processed = self._penalise(raw, inputs.penalised.long(), slots)
@@ -253,7 +263,7 @@ class Sampler:
         tokens = processed.argmax(-1)
         if len(work.random):
             index = inputs.random.long()
-            tokens[index] = self._draw(processed[index], slots[index], inputs.words, work)
+            tokens[index] = self._draw(processed, inputs.random, slots[index], inputs.words, work)
         if len(work.penalised):
             index = inputs.penalised.long()
             self._token_counts().add_sampled(slots[index], tokens[index])
@@ -280,9 +290,17 @@ class Sampler:
         )
         return logits.index_copy(0, rows, changed)
 
-    def _draw(self, logits: Tensor, slots: Tensor, words: Tensor, work: _StepWork) -> Tensor:
-        temperature, top_k, top_p, min_p = self._parameters[slots, :4].unbind(1)
-        probabilities = (logits / temperature[:, None]).softmax(-1)
+    def _draw(
+        self, logits: Tensor, rows: Tensor, slots: Tensor, words: Tensor, work: _StepWork
+    ) -> Tensor:
+        parameters = self._parameters[slots, :4]
+        if logits.is_cuda:
+            # Imported here: a CPU worker may have no Triton.
+            from workers.sampling.triton.draw import draw_tokens  # noqa: PLC0415
+
+            return draw_tokens(logits, rows, parameters, words)
+        temperature, top_k, top_p, min_p = parameters.unbind(1)
+        probabilities = (logits[rows.long()].float() / temperature[:, None]).softmax(-1)
         if work.filtered:
             probabilities = filter_probabilities(
                 probabilities, top_k.long(), top_p, min_p, work.ranked
@@ -315,6 +333,11 @@ class _StepWork:
     with_logprobs: npt.NDArray[np.int32]
     filtered: bool
     ranked: bool
+
+    @property
+    def only_random(self) -> bool:
+        """Whether nothing changes the logits or asks for their logarithms."""
+        return not any(map(len, (self.penalised, self.adjusted_rows, self.with_logprobs)))
 
     @classmethod
     def plan(cls, states: list[_SlotSampling], positions: Sequence[int]) -> _StepWork:

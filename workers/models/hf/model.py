@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ from workers.attention.page_pool import PagePool
 from workers.attention.torch_attention import TorchAttention
 from workers.contract import ModelLoadError
 from workers.hardware.device import DTypeName, default_dtype, offline_environment
+from workers.models.hf.fused_modules import fuse_modules
+from workers.models.hf.fused_stack import fuse_stack
 from workers.models.hf.loader import load_config, load_weights
 from workers.models.hf.network import network_logits
 from workers.models.hf.page_layout import build_cache_layout, layer_shapes
@@ -21,6 +24,8 @@ from workers.models.hf.probe import pin_rope, probe_model
 from workers.models.hf.tiled_linears import TiledLinears
 from workers.models.served_model import LoadedModel, LoadObserver, choose_context_length
 from workers.models.weights_identity import weights_identity
+
+_log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from workers.attention.backend import AttentionBackend
@@ -37,13 +42,15 @@ class HfModel:
         self._network = network
         self._pool = pool
         self._tiled = tiled
-        self._attention: AttentionBackend = (
-            TorchAttention(pool) if tiled is None else BatchInvariantAttention(pool)
-        )
+        self._attention = _attention(pool, tiled is not None)
 
     @property
     def pages(self) -> Tensor:
         return self._pool.rows
+
+    @property
+    def captures_decodes(self) -> bool:
+        return self._attention.captures_decodes
 
     def prepare(self, batch: Batch, upload: StepUpload) -> None:
         self._attention.prepare(batch, upload)
@@ -82,6 +89,8 @@ def load(settings: EngineSettings, device: torch.device, observer: LoadObserver)
         max_model_len = choose_context_length(settings.max_model_len, loaded.max_position)
         rope = f":{max_model_len}" if pin_rope(network, max_model_len, device) else ""
         tiled = _tile_linears(network, device) if settings.deterministic else None
+        if device.type == "cuda":
+            _fuse(network, device)
     identity = "dummy" if settings.load_format == "dummy" else weights_identity(model_dir)
     layout = build_cache_layout(shapes, kv_dtype, loaded.config, identity + rope)
     return LoadedModel(
@@ -92,6 +101,28 @@ def load(settings: EngineSettings, device: torch.device, observer: LoadObserver)
         needs_tokens_on_host=False,
         serve=lambda pages, _slots: HfModel(network, PagePool(layout, pages, device), tiled),
     )
+
+
+def _attention(pool: PagePool, batch_invariant: bool) -> AttentionBackend:
+    if batch_invariant:
+        return BatchInvariantAttention(pool)
+    if pool.rows.is_cuda:
+        # Imported here: a CPU worker may have no Triton.
+        from workers.attention.triton.backend import create_attention  # noqa: PLC0415
+
+        return create_attention(pool)
+    return TorchAttention(pool)
+
+
+def _fuse(network: nn.Module, device: torch.device) -> None:
+    """Swap modules for such as launch fewer kernels, on a GPU."""
+    from workers.kernels.triton.layer_ops import TritonLayerOps  # noqa: PLC0415  as above
+
+    ops = TritonLayerOps()
+    if fuse_stack(network, ops, device):
+        _log.info("The decoder layers run as one fused module.")
+    else:
+        _log.info("%d modules run as fused kernels.", fuse_modules(network, ops))
 
 
 def leave_out_cudnn_attention() -> None:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 class ServedDeepseekV41:
     """Implements `ServedModel`. The host knows all positions, so no step waits for the device."""
 
+    captures_decodes = False
+
     def __init__(
         self,
         network: DeepseekV41,

@@ -1,0 +1,1 @@
+"""Kernels between a layer's matrix products, each with its PyTorch reference."""

@@ -22,17 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.tiny_model import make_tokenizer
+from daemon.cli.bench.engine.shapes import SHAPES
 
 V41_RELEASED: Final = Path(__file__).parents[1] / "tests" / "data" / "v41_released"
 STOP_SECONDS: Final = 60.0
-LLAMA_8B: Final = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
-    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-    "max_position_embeddings": 131072, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
-    "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 2,
-}  # fmt: skip
-"""Shapes of Llama 3.1 8B."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +43,7 @@ def make_parts(out: Path, models: Path, v41_layers: int, repeats: int) -> list[P
     llama = models / "llama-8b-shaped"
     llama.mkdir()
     make_tokenizer(llama)
-    (llama / "config.json").write_text(json.dumps(LLAMA_8B))
+    (llama / "config.json").write_text(json.dumps(SHAPES["8b"]))
     cut = json.dumps({"num_hidden_layers": v41_layers})
     return [
         Part(

@@ -1,0 +1,1 @@
+"""What an engine's steps cost: prefill and decode beside the roofline, and where their time goes."""

@@ -28,6 +28,7 @@ SHARED = {"tiny_server", "chat_server", "fake_server"}
 """Instances of the whole session, further down."""
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Instances run in two rows, beside the tests that start none: mostly they wait. The first row has the
     instances that files share, so that no other process needs them too."""

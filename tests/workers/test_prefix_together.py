@@ -156,3 +156,17 @@ def test_many_that_wait_are_not_looked_up_at_every_step(make_rank, monkeypatch, 
     monkeypatch.undo()
     rank.run()
     assert rank.cached_of(*range(count)) == [0] + [SHARED] * (count - 1)
+
+
+def test_nobody_is_let_in_with_pages_that_a_prompt_cut_for_its_state_still_needs(make_rank):
+    rank = make_rank(5, 11, num_pages=10, host_pages=60, budget=200)
+    system = [1, 2, 3, 4, 5, 6, 7, 8] * 3
+    rank.add(0, [*system, *[9] * 30], 1)
+    rank.run()
+    prompts = {1: [*system, *[10] * 40], 2: [11] * 24}
+    for number, prompt in prompts.items():
+        rank.add(number, prompt, 8)
+    rank.run()
+    assert rank.scheduler.counts.preemptions == 0
+    for number, prompt in prompts.items():
+        assert rank.tokens_of(number) == rank.simulate(prompt, 8)

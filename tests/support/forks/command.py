@@ -14,6 +14,7 @@ from daemon.supervision import child_process
 from tests.support.forks.forker import ForkedProcess, Forker
 from tests.support.forks.server import ignore_signals, serve_forks
 from transport.child import die_with_parent
+from transport.launch import python_command
 
 
 def main() -> int | None:
@@ -48,15 +49,16 @@ def _popen(
     *,
     stdin: int,
     stdout: int,
+    stderr: int,
     pass_fds: Sequence[int],
     env: Mapping[str, str],
     process_group: int,
 ) -> ForkedProcess:
     """What the supervisor asks of `subprocess.Popen`, and nothing else."""
-    program, option, module = line
-    assert (program, option, stdin) == (sys.executable, "-m", subprocess.PIPE)
+    module = line[-1]
+    assert (list(line), stdin) == (python_command(module), subprocess.PIPE)
     read_end, write_end = os.pipe()
-    fds = {0: read_end, 1: stdout, 2: sys.stderr.fileno(), **{fd: fd for fd in pass_fds}}
+    fds = {0: read_end, 1: stdout, 2: stderr, **{fd: fd for fd in pass_fds}}
     try:
         process = forker.start(module, [], fds, env, process_group=process_group)
     finally:

@@ -147,7 +147,8 @@ def run(engine: ModelEngine) -> None:
         for plan in plans():
             slots, sampled = engine._compute(engine._open(), plan)
             assert len(slots) == len(sampled.tokens)
-            assert sampled.to_host().tokens.device == CPU
+            landing = torch.zeros(len(slots), dtype=torch.int64)
+            assert sampled.to_host(landing).tokens.device == CPU
 
 
 @pytest.mark.parametrize("name", CONFIGS)

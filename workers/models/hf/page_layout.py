@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ROW_ALIGNMENT: Final = 256
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-COMPUTE_VERSION: Final = 1
+COMPUTE_VERSION: Final = 2
 """Enters the fingerprint. Raise it with a change of code that may change the numbers in a page of the
 same model: where they lie, how they are rounded, what they are computed from. Pages of another version
 are then never hit nor taken over from another instance."""

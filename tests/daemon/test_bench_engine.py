@@ -15,6 +15,7 @@ from transformers import LlamaConfig, MixtralConfig
 from daemon.cli.bench.engine import command
 from daemon.cli.bench.engine.costs import LayerCosts, ModelCosts, Peaks, StepCosts
 from daemon.cli.bench.engine.kernel_classes import KERNEL_CLASSES, kernel_class
+from daemon.cli.bench.engine.measure import STEPS
 from daemon.cli.bench.engine.model_costs import model_costs
 from daemon.cli.bench.engine.report import (
     LONGEST_KERNELS,
@@ -29,9 +30,11 @@ from daemon.cli.bench.engine.report import (
     show,
 )
 from daemon.cli.bench.engine.shapes import SHAPES
+from daemon.cli.bench.engine.steps import Stepper
 from daemon.cli.main import main
 from hicache.layout import CacheLayout
 from tests.support.engines import save_random_llama
+from workers.contract import DecodeRow, EngineInfo
 from workers.models.hf.loader import load_config
 from workers.models.hf.page_layout import build_cache_layout, layer_shapes
 
@@ -220,6 +223,67 @@ def test_the_plot_is_a_png(is_known):
     from daemon.cli.bench.engine.plot import draw
 
     assert draw(make_report(is_known)).startswith(b"\x89PNG\r\n\x1a\n")
+
+
+class Recorder:
+    """An engine of a GPU's depth that notes its plans, and how many of its steps are under way."""
+
+    info = EngineInfo(
+        layout=CacheLayout(128, 1024, ()), num_pages=64, max_num_seqs=4, max_model_len=1024,
+        vocab_size=100, eos_token_ids=(), pipeline_depth=1, device="none",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.plans = []
+        self.under_way = []
+
+    def launch(self, plan):
+        self.plans.append(plan)
+        self.under_way.append(self.under_way[-1] + 1 if self.under_way else 1)
+        return self
+
+    def collect(self):
+        self.under_way.append(self.under_way[-1] - 1)
+
+
+def test_decode_steps_overlap_and_go_on_where_the_one_before_ended():
+    engine = Recorder()
+    Stepper(engine).decode(batch=3, first=200, warm=2, steps=4)
+    assert max(engine.under_way) == 2
+    assert engine.under_way[-1] == 0
+    assert [plan.step for plan in engine.plans] == [0, 1, 2, 3, 4, 5]
+    for step, plan in enumerate(engine.plans):
+        assert plan.decodes == tuple(DecodeRow(slot, 200 + step) for slot in range(3))
+    first, *others = engine.plans
+    assert not any(plan.arrivals for plan in others)
+    for slot, chunk in enumerate(first.arrivals):
+        assert (chunk.slot, chunk.start, len(chunk.tokens), len(chunk.history)) == (
+            slot, 200, 1, 201,
+        )  # fmt: skip
+    pages = [page for chunk in first.arrivals for page in chunk.pages]
+    assert len(set(pages)) == len(pages) == 3 * 2  # none shared; 206 tokens take two
+
+
+def test_prompts_come_one_at_a_time():
+    engine = Recorder()
+    Stepper(engine).prefill(tokens=300, warm=1, steps=2)
+    assert max(engine.under_way) == 1
+    (chunk,) = engine.plans[-1].prompts
+    assert (len(engine.plans), len(chunk.tokens), len(chunk.pages), chunk.sample) == (
+        3,
+        300,
+        3,
+        True,
+    )
+
+
+@pytest.mark.parametrize("counts", STEPS.values())
+def test_the_timed_steps_have_the_context_asked_for_on_average(counts):
+    for context in (100, 1024):
+        first = counts.first_position(context)
+        timed = range(first + counts.warm, first + counts.warm + counts.decode)
+        assert sum(position + 1 for position in timed) / counts.decode == context
+        assert counts.mean_context(first) == context
 
 
 def run_main(monkeypatch, *arguments: str) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal, get_args
+from typing import Final, Literal
 
 Shape = Literal["8b"]
 SHAPES: Final[dict[Shape, dict[str, object]]] = {
@@ -15,5 +15,3 @@ SHAPES: Final[dict[Shape, dict[str, object]]] = {
     },
 }  # fmt: skip
 """8b: that of Llama 3.1 8B."""
-
-assert set(SHAPES) == set(get_args(Shape))

@@ -44,6 +44,8 @@ class OutputWriter:
 
     def write(self, data: bytes) -> None:
         """Take lines, or count them as lost. Never waits; callable from any thread."""
+        if not data:  # an empty piece in the queue would end the thread
+            return
         with self._changed:
             notice = self._not_queued.notice("they came faster than they could be written")
             size = len(notice) + len(data)

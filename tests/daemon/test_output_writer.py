@@ -78,6 +78,17 @@ def test_what_a_late_reader_missed_is_counted_at_its_place(pipe, writer):
     assert {reason for _, reason in lost} == {b"they came faster than they could be written"}
 
 
+def test_nothing_is_no_end(pipe, writer):
+    """A spinner that draws nothing writes an empty string."""
+    ours, theirs = pipe
+    output = writer(theirs)
+    output.write(b"")
+    eventually(lambda: output.is_idle, SECONDS)
+    output.write(LINE)
+    output.close()
+    assert read_some(ours) == LINE
+
+
 def test_a_full_device_costs_lines_and_nothing_else(writer):
     with open("/dev/full", "wb") as full:
         output = writer(full.fileno())

@@ -10,7 +10,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.support.waiting import eventually
 
@@ -102,7 +104,7 @@ def test_an_instance_that_cannot_start_is_never_ready(serve, manager, tiny_dir, 
     broken.mkdir()
     for file in tiny_dir.iterdir():
         (broken / file.name).write_bytes(file.read_bytes())
-    (broken / "model.safetensors").write_bytes(b"no weights")
+    save_file({"strange": np.zeros(1, np.float32)}, broken / "model.safetensors")
     with serve(broken) as server:
         manager.wait_for("STOPPING=1", 150)
         assert server.wait() != 0

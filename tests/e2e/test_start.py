@@ -75,7 +75,7 @@ def test_a_start_that_was_stopped_meanwhile_hears_that_the_instance_is_ready(
     eventually(lambda: cli("status", *here).returncode == 0, 120, "it serves")
     process.send_signal(signal.SIGCONT)
     output, errors = process.communicate(timeout=120)
-    assert (process.returncode, "is ready" in output) == (0, True), errors
+    assert (process.returncode, "is ready" in output) == (0, True), (output, errors)
     assert cli("stop", *here).returncode == 0
 
 

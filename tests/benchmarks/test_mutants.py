@@ -80,8 +80,9 @@ def test_what_does_not_fit_is_told(checkout):
     ]
 
 
+@pytest.mark.slow
 def test_a_mutant_is_killed_by_a_test_that_fails_or_never_ends(checkout, tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "LEAST_SECONDS", 2.0)
+    monkeypatch.setattr(runs, "LEAST_SECONDS", 20.0)  # enough for the others on a busy machine
     monkeypatch.setattr(runs, "PATIENCE", 0)
     bench = Bench(checkout, tmp_path / "trees", 2)
     told = []

@@ -6,60 +6,39 @@ On a GPU they run compiled. Elsewhere they run in Triton's interpreter, on a CPU
 from __future__ import annotations
 
 import itertools
-import os
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
 
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU and find_spec("triton"):
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-pytest.importorskip("triton", reason="needs Triton")
-
-from transformers import LlamaConfig  # noqa: E402
-from triton.runtime import interpreter  # noqa: E402
-
-from workers.attention.batch import Batch, BatchTensors, Segment  # noqa: E402
-from workers.attention.math import AttentionOptions  # noqa: E402
-from workers.attention.page_pool import PagePool  # noqa: E402
-from workers.attention.torch_attention import TorchAttention  # noqa: E402
-from workers.attention.triton.backend import TritonAttention, create_attention  # noqa: E402
-from workers.attention.triton.hopper_prefill import hopper_prefill, is_covered  # noqa: E402
-from workers.attention.triton.paged_decode import (  # noqa: E402
+from tests.support.triton_kernels import DEVICE, MARKS, ON_GPU
+from workers.attention.batch import Batch, BatchTensors, Segment
+from workers.attention.math import AttentionOptions
+from workers.attention.page_pool import PagePool
+from workers.attention.torch_attention import TorchAttention
+from workers.attention.triton.backend import TritonAttention, create_attention
+from workers.attention.triton.hopper_prefill import hopper_prefill, is_covered
+from workers.attention.triton.paged_decode import (
     choose_key_block,
     paged_decode,
     plan_decode,
 )
-from workers.attention.triton.paged_prefill import (  # noqa: E402
+from workers.attention.triton.paged_prefill import (
     TileShape,
     list_tiles,
     paged_prefill,
 )
-from workers.attention.triton.store import store  # noqa: E402
-from workers.contract import DecodeRow, StepPlan  # noqa: E402
-from workers.engine.step_buffers import StepBuffers  # noqa: E402
-from workers.models.hf.page_layout import LayerShape, build_cache_layout  # noqa: E402
+from workers.attention.triton.store import store
+from workers.contract import DecodeRow, StepPlan
+from workers.engine.step_buffers import StepBuffers
+from workers.models.hf.page_layout import LayerShape, build_cache_layout
 
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-pytestmark = [pytest.mark.gpu] if ON_GPU else []
+pytestmark = MARKS
 SLOTS = 9
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TOLERANCES = {F32: 2e-5, F16: 4e-3, BF16: 3e-2}
-
-
-@pytest.fixture(autouse=True)
-def _scalars_as_range_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter makes an index of an array of one element, which NumPy no longer does."""
-    patch = interpreter._patch_lang_tensor
-
-    def patch_and_mend(tensor: type, scope: object) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda scalar: scalar.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_and_mend)
 
 
 @dataclass(frozen=True)

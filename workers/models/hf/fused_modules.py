@@ -6,15 +6,12 @@ results on random rows first. What does not, stays as it is.
 
 from __future__ import annotations
 
-import logging
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from workers.kernels.layer_ops import Activation, LayerOps, Norm
-
-_log = logging.getLogger(__name__)
 
 _ACTIVATIONS: Final[dict[str, Activation]] = {
     "SiLUActivation": "silu",
